@@ -99,6 +99,18 @@ def test_documents_name_files_that_exist(document: Path) -> None:
     assert not missing
 
 
+def test_the_tests_that_hold_kinds_of_faults_exist() -> None:
+    rows = [line for line in (ROOT / "docs" / "input-faults.md").read_text().splitlines() if "::" in line]
+    assert len(rows) > 20
+    for row in rows:
+        assert row.startswith("| ")
+        for path, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row):
+            assert re.search(rf"^(async )?def {name}\(", (ROOT / path).read_text(), re.MULTILINE), (
+                path,
+                name,
+            )
+
+
 def test_the_readme_leads_to_the_documents() -> None:
     readme = (ROOT / "README.md").read_text()
     assert all(f"docs/{document.name}" in readme for document in DOCUMENTS)

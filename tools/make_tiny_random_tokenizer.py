@@ -23,15 +23,25 @@ PAIRS = (
     "ion|at ion| ha| wh"
 )
 
+# Calls and results of tools are in Hermes' notation, in plain text: the vocabulary has no tags for them.
 CHAT_TEMPLATE = (
     "{% set ns = namespace(system='') %}"
     "{% for message in messages %}{% if message['role'] == 'system' %}"
     "{% set ns.system = ns.system + ('\\n\\n' if ns.system else '') + message['content'] %}"
     "{% endif %}{% endfor %}"
+    "{% if tools %}{% set ns.system = ns.system + ('\\n\\n' if ns.system else '') + '# Tools' %}"
+    "{% for tool in tools %}{% set ns.system = ns.system + '\\n' + (tool['function'] | tojson) %}{% endfor %}"
+    "{% endif %}"
     "{{ bos_token }}{{ ns.system }}"
     "{% for message in messages %}"
     "{% if message['role'] == 'user' %}{{ '<｜User｜>' + message['content'] }}"
-    "{% elif message['role'] == 'assistant' %}{{ '<｜Assistant｜>' + message['content'] + eos_token }}"
+    "{% elif message['role'] == 'assistant' %}{{ '<｜Assistant｜>' + (message['content'] or '') }}"
+    "{% for call in message['tool_calls'] or [] %}{% set arguments = call['function']['arguments'] %}"
+    "{{ '<tool_call>{\"name\": ' + (call['function']['name'] | tojson) + ', \"arguments\": ' }}"
+    "{{ (arguments if arguments is string else arguments | tojson) + '}</tool_call>' }}"
+    "{% endfor %}{{ eos_token }}"
+    "{% elif message['role'] == 'tool' %}"
+    "{{ '<｜User｜><tool_response>' + message['content'] + '</tool_response>' }}"
     "{% elif message['role'] != 'system' %}{{ raise_exception('unknown role ' + message['role']) }}"
     "{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<｜Assistant｜>' }}{% endif %}"

@@ -10,8 +10,8 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
-from typing import Literal
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, Literal
 
 import aiohttp
 import openai
@@ -26,6 +26,7 @@ from xdeepserve.api.server.server import build_app
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.llm import build_engine
 from xdeepserve.model.presets import TinyCheckpoint
+from xdeepserve.model.tokenizer import Tokenizer
 
 
 @contextlib.asynccontextmanager
@@ -359,6 +360,91 @@ async def test_a_forced_call_that_is_cut_off_leaks_no_tag(spoken: openai.AsyncOp
         assert "tool" not in (choice.message.content or "")
         if choice.finish_reason != "tool_calls":
             assert choice.finish_reason == "length"
+
+
+ROME: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+ASKED = {"role": "user", "content": "How warm is Rome?"}
+ROUNDS: dict[str, tuple[dict[str, Any], Callable[[dict[str, Any]], list[dict[str, Any]]]]] = {
+    "/v1/chat/completions": (
+        {
+            "messages": [ASKED], "max_tokens": 200, "tool_choice": "required",
+            "tools": [{"type": "function", "function": {"name": "warmth", "parameters": ROME}}],
+        },
+        lambda body: [
+            message := body["choices"][0]["message"],
+            {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "21 C"},
+        ],
+    ),
+    "/v1/responses": (
+        {
+            "input": [ASKED], "max_output_tokens": 200, "tool_choice": "required",
+            "tools": [{"type": "function", "name": "warmth", "parameters": ROME}],
+        },
+        lambda body: [
+            *body["output"],
+            {"type": "function_call_output", "call_id": body["output"][-1]["call_id"], "output": "21 C"},
+        ],
+    ),
+    "/v1/messages": (
+        {
+            "messages": [ASKED], "max_tokens": 200, "tool_choice": {"type": "any"},
+            "tools": [{"name": "warmth", "input_schema": ROME}],
+        },
+        lambda body: [
+            {"role": "assistant", "content": body["content"]},
+            {"role": "user", "content": [
+                {"type": "tool_result", "tool_use_id": body["content"][-1]["id"], "content": "21 C"}
+            ]},
+        ],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("path", ROUNDS)
+async def test_an_agents_round_on_seeded_weights(
+    shared: tuple[Engine, str, int], monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """A call is made, goes back with its result, and both are in the next prompt."""
+    engine, host, port = shared
+    tokenizer, prompts = engine.tokenizer, list[str]()
+    assert tokenizer is not None
+
+    def written(*args: Any, **how: Any) -> list[int]:
+        ids = Tokenizer.apply_chat_template(tokenizer, *args, **how)
+        prompts.append(tokenizer.decode(ids, skip_special_tokens=False))
+        return ids
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", written)
+    ask, reply = ROUNDS[path]
+    history = "input" if "input" in ask else "messages"
+    async with aiohttp.ClientSession(f"http://{host}:{port}") as session:
+
+        async def post(**body: Any) -> dict[str, Any]:
+            async with session.post(path, json={"model": "tiny-random", "temperature": 0, **body}) as answer:
+                found: dict[str, Any] = await answer.json()
+                assert answer.status == 200, found
+                return found
+
+        first = await post(**ask)
+        assert json.dumps(first).count("Rome") >= 1
+        behind = reply(first)
+        choice = {"type": "none"} if path == "/v1/messages" else "none"
+        await post(**(ask | {history: [ASKED, *behind], "tool_choice": choice}))
+    assert prompts[0].endswith("<｜User｜>How warm is Rome?<｜Assistant｜>")
+    call, told = '<tool_call>{"name": "warmth", "arguments": {"city":"Rome"}}</tool_call>', "21 C"
+    assert (
+        prompts[1]
+        .replace('": "Rome', '":"Rome')
+        .endswith(
+            f"{call}<｜end▁of▁sentence｜><｜User｜><tool_response>{told}</tool_response><｜Assistant｜>"
+        )
+    )
 
 
 class Pet(pydantic.BaseModel):

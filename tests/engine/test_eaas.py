@@ -274,7 +274,7 @@ def test_who_asks_hears_which_servers_are_lost() -> None:
 
     te, found = told("eaas", COPIES, "services.heartbeat_ms=0.2", faults=[Fault(900.0, 5, "lost")])
     assert te.lost_servers == (5 - FIRST_SERVER,)
-    assert found == {"healthy": 5, "lost": 1}
+    assert found == {"healthy": 5, "suspect": 0, "lost": 1}
     te, found = told("colocated")
     assert (te.num_servers, te.lost_servers, found) == (0, (), {})
 

@@ -34,7 +34,7 @@ class Pulses:
 
     def __init__(self) -> None:
         self.now = 0
-        self.beats = Heartbeats("te", 2, HealthConfig(), lambda: self.now, lambda group: False)
+        self.beats = Heartbeats("te", [lambda: 1] * 2, HealthConfig(), lambda: self.now, lambda group: False)
 
     def states(self) -> list[str]:
         return [self.beats.state(rank) for rank in (0, 1)]
@@ -261,7 +261,14 @@ async def test_the_endpoint_asks_dies_that_rest(tiny: TinyCheckpoint) -> None:
             "reason": None,
             "replaced_by": None,
         }
-        te |= {"num_rollbacks": 0, "recovering": None, "num_servers": 0, "lost_servers": [], "links": []}
+        te |= {
+            "num_rollbacks": 0,
+            "recovering": None,
+            "num_servers": 0,
+            "lost_servers": [],
+            "suspect_servers": [],
+            "links": [],
+        }
         well = {"status": "ok", "num_rollbacks": 0, "tes": [te]}
         assert [await reply.json() for reply in replies] == [well] * 3
         assert 0 < engine.stats().virtual_ns - before < SECOND // 1000
@@ -336,7 +343,14 @@ async def test_the_endpoint_names_tes_that_load_drain_or_are_lost(tiny: TinyChec
             "life": "lost",
             "replaced_by": None,
         }
-        lost |= {"num_rollbacks": 0, "recovering": None, "num_servers": 0, "lost_servers": [], "links": []}
+        lost |= {
+            "num_rollbacks": 0,
+            "recovering": None,
+            "num_servers": 0,
+            "lost_servers": [],
+            "suspect_servers": [],
+            "links": [],
+        }
         assert body["tes"][-1] == lost | {"reason": "the die is on fire"}
         text = await (await client.get("/metrics")).text()
         assert 'xdeepserve:dp_groups{model_name="tiny-random",state="lost",te="te 1"} 2.0' in text

@@ -16,6 +16,7 @@ import pytest
 
 from tests.engine.outside import PATIENCE_S, expected, run, until
 from xdeepserve import LLM
+from xdeepserve.api.server.engine_metrics import EngineCollector
 from xdeepserve.comm.services.layout import Presence
 from xdeepserve.errors import DeploymentError, FieldError, RequestError, XDeepServeError
 from xdeepserve.remote import outside_reach
@@ -202,6 +203,44 @@ def test_a_monitor_that_is_not_there() -> None:
 HANGS = (COPIES, TWO, "attention.dies=2", "attention.microbatches=1", "services.process_timeout_ms=300")
 
 
+def until_all_are_there(llm: LLM) -> None:
+    """A client begins when every expert has somebody; the rest of the servers come a little later."""
+    until(lambda: [each.presence for each in llm.engine.servers()] == ["there"] * 4, "a server is not there")
+
+
+def illness(llm: LLM) -> tuple[list[int], list[int]]:
+    """Expert servers that `/health` names, as suspect and as lost; `/metrics` and `/admin/servers` agree."""
+    (te,) = llm.run(llm.engine.check_health())
+    suspect, lost = list(te.suspect_servers), list(te.lost_servers)
+    assert [each.server for each in llm.engine.servers() if each.is_late] == suspect
+    metrics = EngineCollector("m", llm.engine.stats).collect()
+    states = {
+        sample.labels["state"]: sample.value
+        for metric in metrics
+        for sample in metric.samples
+        if sample.name == "xdeepserve:expert_servers"
+    }
+    num_ill = len(suspect) + len(lost)
+    assert states == {"healthy": te.num_servers - num_ill, "suspect": len(suspect), "lost": len(lost)}
+    return suspect, lost
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_a_stopped_server_is_suspect_until_it_answers(transport: str) -> None:
+    """Without a request in between: who asks for the health has its slots looked at."""
+    with outside("int8", *HANGS, transport=transport) as (llm, servers):
+        until_all_are_there(llm)
+        assert run(llm) == expected("int8")
+        until(lambda: illness(llm) == ([], []), "a server is late that was only slow")
+        process = servers.children.servers[1]
+        process.send_signal(signal.SIGSTOP)
+        assert run(llm) == expected("int8")
+        assert illness(llm) in (([1], []), ([], [1]))
+        process.send_signal(signal.SIGCONT)
+        until(lambda: illness(llm) == ([], []), "it is not said to be well again")
+        assert run(llm) == expected("int8")
+
+
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_a_server_that_hangs_costs_nothing_after_its_deadline(
     monkeypatch: pytest.MonkeyPatch, transport: str
@@ -209,10 +248,12 @@ def test_a_server_that_hangs_costs_nothing_after_its_deadline(
     """It is masked until it goes on, in the place that it had. After the first request nobody waits for a
     look at it: that would take an hour here."""
     with outside("int8", *HANGS, transport=transport) as (llm, servers):
+        until_all_are_there(llm)
         assert run(llm) == expected("int8")
         process = servers.children.servers[0]
         process.send_signal(signal.SIGSTOP)
         assert run(llm) == expected("int8")  # by its clients' own patience
+        assert illness(llm) in (([0], []), ([], [0]))  # the monitor may have noticed, too
         monkeypatch.setattr(outside_reach, "LOOK_S", 3600.0)
         assert run(llm) == expected("int8")
         until(lambda: servers.watcher.seats[0].presence == Presence.LOST, "it is not listed as lost")
@@ -222,6 +263,7 @@ def test_a_server_that_hangs_costs_nothing_after_its_deadline(
         until(lambda: servers.watcher.seats[0].presence == Presence.THERE, "it is not taken back")
         assert run(llm) == expected("int8")
         assert not any(link.is_late for link in servers.watcher.links.values()), "it answers again"
+        until(lambda: illness(llm) == ([], []), "it is not said to be well again")
         assert servers.watcher.seats[0].epoch == 1
 
 
@@ -232,10 +274,7 @@ def test_a_monitor_that_hangs_is_not_missed_and_servers_are_not_for_the_pod_to_m
                 ask()
         with pytest.raises(DeploymentError, match="there is one TE"):
             llm.add_te()
-        # A client begins when every expert has somebody; the rest of the servers come a little later.
-        until(
-            lambda: [each.presence for each in llm.engine.servers()] == ["there"] * 4, "a server is not there"
-        )
+        until_all_are_there(llm)
         assert servers.children.monitor is not None
         servers.children.monitor.send_signal(signal.SIGSTOP)
         assert [run(llm) for _ in range(2)] == [expected("int8")] * 2
@@ -261,3 +300,4 @@ def test_a_hundred_stopped_servers(transport: str) -> None:
                 timer.join()
             assert run(llm) == expected("int8")
         assert all(process.poll() is None for process in servers.children.servers.values())
+        until(lambda: illness(llm) == ([], []), "a server is said to be ill that goes on")

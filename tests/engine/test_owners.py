@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 from tests.sources import SRC, tree_of
+from xdeepserve.comm.distflow.endpoint import Endpoint
+from xdeepserve.comm.distflow.transport import Transport
 from xdeepserve.ems.pool_prefixes import PoolPrefixes
 from xdeepserve.engine.balance.reconfigure import Reconfiguration
+from xdeepserve.engine.die import program
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.dp.sampling_params import SamplingParams
@@ -19,14 +22,17 @@ from xdeepserve.engine.job.admission import DecodeFirst
 from xdeepserve.engine.job.executor import JobExecutor
 from xdeepserve.engine.job.links import Links
 from xdeepserve.engine.run.clock.flow_hub import FlowHub
+from xdeepserve.engine.serving import te_group
 from xdeepserve.engine.serving.control_plane import ControlPlane
 from xdeepserve.engine.serving.engine import Engine
+from xdeepserve.engine.serving.failover import Failover
+from xdeepserve.engine.serving.joining import Joining
 from xdeepserve.engine.serving.te_group import TEGroup
-from xdeepserve.engine.te.hearing import LayerReports
-from xdeepserve.engine.te.steps_apart import DPMaster
+from xdeepserve.engine.te import te
+from xdeepserve.engine.te.steps_apart import StepsApart
 from xdeepserve.engine.te.steps_together import StepsTogether
 from xdeepserve.errors import XDeepServeError
-from xdeepserve.hw import faults, rdma
+from xdeepserve.hw import faults, rdma, self_test
 from xdeepserve.hw.faults import Fault
 from xdeepserve.llm import LLM
 
@@ -36,41 +42,139 @@ CARDS = ("attention.hardware=h20", "experts.hardware=l40s", "attention.microbatc
 
 
 class Kind(NamedTuple):
-    """A kind of process: the method that it runs, and a pod in which it runs."""
+    """A kind of process: where it is spawned, the method that it runs, and a pod in which it runs."""
 
     name: str
+    site: str  # file and function that spawns it
     owner: Any  # class or module of the method
     method: str
     deployment: str
     overrides: tuple[str, ...] = ()
     faults: tuple[Fault, ...] = ()
     is_timing_only: bool = True
+    meanwhile: Callable[[Engine], Awaitable[object]] | None = None
+
+
+async def finds_a_die_lost(engine: Engine) -> None:
+    for tell in engine.plan.pod.memories.on_silence.values():
+        tell(0)
+
+
+async def adds_a_te(engine: Engine) -> None:
+    await engine.add_te("both")
+
+
+async def removes_a_te(engine: Engine) -> None:
+    await engine.remove("prefill 1")
 
 
 GLITCH = (Fault(900.0, 0, "glitch", code="mte-error"),)
+LOST = (Fault(900.0, 0, "lost"),)
+BLOCKED = (Fault(10.0, link=(768, 772), plane="roce", kind="blocked", for_us=4000.0),)
 EPLB = ("dies=4", "experts.redundant_slots=1", "experts.balance_interval=0.001")
+SOON = ("health.suspect_s=0.01", "health.lost_s=0.05")
+FAILOVER = ("dies=3", *SOON, "recovery.failover=true")
+TWO = ("prefill.count=2", "prefill.dies=1", "decode.dies=1", *SOON)
+SWAP = ("cache.num_host_blocks=8", "cache.preemption=swap")
+TE, BEAT = "engine/te/te.py:TE.start", "engine/serving/control_plane.py:ControlPlane._beat"
+EXPERTS, FLOW = "engine/die/experts.py:ExpertProgram", "comm/distflow/endpoint.py:Endpoint"
+GROUP, POOL = "engine/serving/te_group.py:TEGroup", "ems/pool_prefixes.py:PoolPrefixes._detach"
+PLANNED, CARD = "hw/clock.py:Clock._advance", "hw/rdma.py:RDMACard"
 KINDS = (
-    Kind("die program", Executor, "run", "colocated", ("dies=2",)),
-    Kind("step of a die program", Executor, "step", "colocated", ("dies=2",)),
-    Kind("expert die", ExpertProgram, "run", "moe-attention", APART),
-    Kind("stream of an expert die", ExpertProgram, "_compute", "moe-attention", APART),
-    Kind("loop of a TE", StepsTogether, "advance", "monolithic"),
-    Kind("loop of a DP group", DPMaster, "run", "moe-attention", (*APART, "dataflow=true")),
-    Kind("reports of layers", LayerReports, "run", "pd", (*PAIR, "transfer=layer")),
-    Kind("search for a way", JobExecutor, "_find_way", "pd", PAIR),
-    Kind("decode-first admission", DecodeFirst, "_look", "pd", (*PAIR, "scheduler.admission=decode")),
-    Kind("beat of the control plane", ControlPlane, "_beat", "monolithic", ("health.beat_s=0.001",)),
-    Kind("answers to the control plane", ControlPlane, "_hear", "monolithic", ("health.beat_s=0.001",)),
-    Kind("loss of a die", TEGroup, "_lose_die", "monolithic"),
-    Kind("tokens as they flow", FlowHub, "_carry", "moe-attention", (*APART, "dataflow=true")),
-    Kind("planned fault", faults, "_happen", "monolithic", (), GLITCH),
-    Kind("network card", rdma.RDMACard, "_transmit", "moe-attention", CARDS, (), False),
-    Kind("segment on its way", rdma.RDMACard, "_receive", "moe-attention", CARDS, (), False),
-    Kind("pool finds places", PoolPrefixes, "_find_places", "monolithic", (), (), False),
-    Kind("pool keeps blocks", PoolPrefixes, "_keep", "monolithic", (), (), False),
-    Kind("pool brings blocks", PoolPrefixes, "_bring", "monolithic", (), (), False),
-    Kind("prefetch of experts", Reconfiguration, "_fetch", "colocated", EPLB, (), False),
+    Kind("die program", TE, Executor, "run", "colocated", ("dies=2",)),
+    Kind("step of a die program", TE, Executor, "step", "colocated", ("dies=2",)),
+    Kind("loop of a TE", TE, StepsTogether, "advance", "monolithic"),
+    Kind("loop of a DP group", TE, StepsApart, "run", "moe-attention", (*APART, "dataflow=true")),
+    Kind("reports of layers", TE, te, "hear_layers", "pd", (*PAIR, "transfer=layer")),
+    Kind("expert die", "engine/te/te.py:TE._start_program", ExpertProgram, "run", "moe-attention", APART),
+    Kind("stream of an expert die", f"{EXPERTS}._spawn", ExpertProgram, "_compute", "moe-attention", APART),
+    Kind(
+        *("loads of an expert die", f"{EXPERTS}.loads", ExpertProgram, "_load", "moe-attention"),
+        *((*APART, *EPLB[1:]), (), False),
+    ),
+    Kind(
+        *("copies beside steps", "engine/die/program.py:Executor._run_beside"),
+        *(program, "again_after_glitches", "monolithic", SWAP),
+    ),
+    Kind("source of a transfer", f"{FLOW}._detach", Endpoint, "_push", "pd", PAIR),
+    Kind("destination of a transfer", f"{FLOW}._detach", Endpoint, "_pull", "pd", PAIR),
+    Kind("messages of an endpoint", f"{FLOW}._detach", Endpoint, "_serve", "pd", PAIR),
+    Kind("bytes of a transfer", f"{FLOW}._move_in_time", Transport, "move", "pd", PAIR),
+    Kind("search for a way", "engine/job/executor.py:JobExecutor.send", JobExecutor, "_find_way", "pd", PAIR),
+    Kind(
+        *("decode-first admission", "engine/job/admission.py:DecodeFirst.look", DecodeFirst, "_look", "pd"),
+        (*PAIR, "scheduler.admission=decode"),
+    ),
+    Kind("beat of the control plane", PLANNED, ControlPlane, "_beat", "monolithic", ("health.beat_s=0.001",)),
+    Kind("answers to the control plane", BEAT, ControlPlane, "_hear", "monolithic", ("health.beat_s=0.001",)),
+    Kind(
+        *("loss of a die", f"{GROUP}._find_lost", TEGroup, "_lose_die", "monolithic", (), (), True),
+        finds_a_die_lost,
+    ),
+    Kind(
+        *("failover", "engine/serving/failover.py:Failover.begin", Failover, "_run", "colocated"),
+        *(FAILOVER, LOST),
+    ),
+    Kind(
+        *("self-test of a die", "hw/self_test.py:well_dies", self_test, "_test", "colocated"),
+        *(FAILOVER, LOST),
+    ),
+    Kind("end of a lost TE", f"{GROUP}._leave_to_others", te_group, "until_unused", "pd", TWO, LOST),
+    Kind(
+        *("TE that joins", "engine/serving/joining.py:Joining._begin", Joining, "_join", "colocated"),
+        *(("dies=1",), (), True, adds_a_te),
+    ),
+    Kind("TE that leaves", f"{GROUP}._leave", te.TE, "leave", "pd", TWO, (), True, removes_a_te),
+    Kind(
+        *("tokens as they flow", "engine/run/clock/flow_hub.py:FlowHub.send", FlowHub, "_carry"),
+        *("moe-attention", (*APART, "dataflow=true")),
+    ),
+    Kind("planned fault", PLANNED, faults, "_happen", "monolithic", (), GLITCH),
+    Kind("network card", f"{CARD}._wake", rdma.RDMACard, "_transmit", "moe-attention", CARDS, (), False),
+    Kind("segment on its way", f"{CARD}._fly", rdma.RDMACard, "_receive", "moe-attention", CARDS, (), False),
+    Kind(
+        "control of a card",
+        f"{CARD}._send_control",
+        rdma.RDMACard,
+        "_after",
+        "moe-attention",
+        CARDS,
+        (),
+        False,
+    ),
+    Kind(
+        "timer of a write",
+        f"{CARD}._watch",
+        rdma.RDMACard,
+        "_time_out",
+        "moe-attention",
+        CARDS,
+        BLOCKED,
+        False,
+    ),
+    Kind("pool finds places", POOL, PoolPrefixes, "_find_places", "monolithic", (), (), False),
+    Kind("pool keeps blocks", POOL, PoolPrefixes, "_keep", "monolithic", (), (), False),
+    Kind("pool brings blocks", POOL, PoolPrefixes, "_bring", "monolithic", (), (), False),
+    Kind(
+        *("prefetch of experts", "engine/balance/reconfigure.py:Reconfiguration._begin"),
+        *(Reconfiguration, "_fetch", "colocated", EPLB, (), False),
+    ),
 )
+AWAITED = {  # other places that spawn, and who awaits the process there
+    "comm/distflow/flow.py:DistFlow.transfer": "the caller",
+    "comm/distflow/link_probe.py:_probe_one": "the probe, which looks at both ends then",
+    "comm/distflow/send_receive.py:SendReceiveBackend._send": "the move, which raises the first error",
+    "engine/serving/joining.py:Joining._join": "the TE that joins",
+    "engine/serving/te_group.py:TEGroup._in_the_pod": "who asked for a server that comes or goes",
+    "engine/serving/te_group.py:TEGroup.part_with": "who asked for the end of a TE",
+    "engine/serving/te_group.py:TEGroup.settle": "the end of an engine that is a guest on a pod",
+    "engine/walk/schedule.py:side_by_side": "the step, which raises the first error",
+    "hw/clock.py:Clock.detach": "the owner that each caller of it names",
+    "hw/clock.py:Clock.gather": "the caller",
+    "hw/die.py:Die.detach": "the owner that each caller of it names",
+    "hw/die.py:Die.spawn": "each caller of it",
+    "hw/stream.py:Stream.copy": "the stream, which raises it at its end",
+}
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
@@ -88,11 +192,6 @@ def test_an_error_is_heard(kind: Kind, monkeypatch: pytest.MonkeyPatch, tmp_path
     if kind.method != "_bring":
         monkeypatch.setattr(kind.owner, kind.method, fails)
 
-    async def finds_a_die_lost(engine: Engine) -> None:
-        for tell in engine.plan.pod.memories.on_silence.values():
-            tell(0)
-
-    meanwhile = finds_a_die_lost if kind.owner is TEGroup else None
     prompts, params = [[index] * 40 for index in range(4)], SamplingParams(max_tokens=12, ignore_eos=True)
     with LLM(
         *("tiny-random", kind.deployment, "int8"),
@@ -104,32 +203,44 @@ def test_an_error_is_heard(kind: Kind, monkeypatch: pytest.MonkeyPatch, tmp_path
         if kind.method == "_bring":
             llm.generate(prompts, params)  # more than HBM keeps: the pool has what is asked for again
             monkeypatch.setattr(kind.owner, kind.method, fails)
-        with pytest.raises(XDeepServeError, match="tried on purpose"):
-            llm.generate(prompts, params, meanwhile=meanwhile)
+        # Who asked for something hears the error itself.
+        is_asked = kind.meanwhile in (adds_a_te, removes_a_te)
+        with pytest.raises(ZeroDivisionError if is_asked else XDeepServeError, match="tried on purpose"):
+            llm.generate(prompts, params, meanwhile=kind.meanwhile)
 
 
 def spawns() -> Iterator[tuple[str, ast.Call, bool]]:
-    """Calls of `spawn` and `detach` in the sources: where, the call, and whether its result is dropped."""
+    """Calls of `spawn` and `detach` in the sources: file and function, the call, and whether its result is
+    dropped."""
     for path in sorted(SRC.rglob("*.py")):
-        for node in ast.walk(tree_of(path)):
-            for value in ast.iter_child_nodes(node):
-                is_call = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)
-                if is_call and value.func.attr in ("spawn", "detach") and value.args:
-                    yield str(path.relative_to(SRC)), value, isinstance(node, ast.Expr)
+        yield from _spawns_in(tree_of(path), f"{path.relative_to(SRC)}:")
+
+
+def _spawns_in(node: ast.AST, where: str) -> Iterator[tuple[str, ast.Call, bool]]:
+    for value in ast.iter_child_nodes(node):
+        is_named = isinstance(value, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        is_call = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)
+        if is_call and value.func.attr in ("spawn", "detach") and value.args:
+            yield where, value, isinstance(node, ast.Expr)
+        inside = f"{where}{'' if where.endswith(':') else '.'}{value.name}" if is_named else where
+        yield from _spawns_in(value, inside)
+
+
+def test_every_place_that_spawns_is_in_the_tables() -> None:
+    """Whoever spawns in another place adds a kind of process, with an error that somebody hears."""
+    rooms = ("comm/", "ems/", "engine/", "hw/")
+    found = {where for where, _, _ in spawns() if where.startswith(rooms)}
+    assert found == {kind.site for kind in KINDS} | set(AWAITED)
 
 
 def test_no_process_is_without_an_owner() -> None:
     """Who spawns keeps the process and awaits it; what nobody awaits is detached, with an owner to hear."""
-    dropped = [
-        f"{path}:{call.lineno}"
-        for path, call, is_dropped in spawns()
-        if is_dropped and call.func.attr == "spawn"
-    ]
+    dropped = [where for where, call, is_dropped in spawns() if is_dropped and call.func.attr == "spawn"]
     assert dropped == []
     hardware = ("hw/", "engine/run/clock/")  # owned by the clock's owner: all engines of the pod
     ownerless = [
-        f"{path}:{call.lineno}"
-        for path, call, _ in spawns()
-        if call.func.attr == "detach" and len(call.args) < 3 and not path.startswith(hardware)
+        where
+        for where, call, _ in spawns()
+        if call.func.attr == "detach" and len(call.args) < 3 and not where.startswith(hardware)
     ]
     assert ownerless == []

@@ -17,7 +17,9 @@ from aiohttp.test_utils import TestClient, TestServer
 from tests.engine.histories import DEPLOYMENTS, History, abort_on_the_way, history, turns
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.api.server.server import build_app
+from xdeepserve.engine.dp.events import Preempted, TERolledBack
 from xdeepserve.engine.serving.engine import Engine
+from xdeepserve.hw.faults import Fault
 from xdeepserve.llm import build_engine
 from xdeepserve.loop import run
 from xdeepserve.model.presets import TinyCheckpoint
@@ -160,3 +162,16 @@ def test_an_observer_that_fails_harms_nobody(tiny: TinyCheckpoint, caplog: pytes
     assert seen.count("faulty") == 2
     assert seen.count("other") > 5
     assert "a listener failed" in caplog.text
+
+
+def test_metrics_count_what_the_log_tells(tiny: TinyCheckpoint) -> None:
+    """Preemptions and rollbacks that observers are told of, and those that the engine's stats have, agree."""
+    seen: list[Any] = []
+    overrides = ("max_model_len=160", "cache.num_blocks=12", "cache.prefix=false")
+    faults = (Fault(900.0, 0, "glitch", code="mte-error"),)
+    with LLM(tiny, "monolithic", overrides=overrides, faults=faults) as llm:
+        llm.engine.observe(seen.append)
+        llm.generate([[i] * 30 for i in range(4)], SamplingParams(max_tokens=40, ignore_eos=True))
+        stats = llm.engine.stats()
+    assert stats.num_preemptions == sum(isinstance(event, Preempted) for event in seen) > 0
+    assert stats.num_recoveries["3"] == sum(isinstance(event, TERolledBack) for event in seen) == 1

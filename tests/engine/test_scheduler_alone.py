@@ -13,7 +13,7 @@ import pytest
 from tests.engine.histories import abort_on_the_way
 from tests.engine.tools import loads
 from xdeepserve import LLM, SamplingParams
-from xdeepserve.engine.dp.events import Event, Events, GroupId, Preempted
+from xdeepserve.engine.dp.events import Event, EventLog, GroupId, Preempted
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.scheduler import Scheduler
@@ -163,7 +163,7 @@ class Replay:
 
     def __init__(self, log: Log) -> None:
         steps, kv = log.group.steps, log.group.kv  # numbers alone
-        tell = Events()
+        tell = EventLog()
         self.preempted: list[Preempted] = []
         tell.act = lambda event: self.preempted.append(event) if isinstance(event, Preempted) else None
         rtc = RTC(kv.num_blocks, kv.block_size, kv.num_host_blocks, kv.max_cache_keys)

@@ -25,10 +25,17 @@ SERVING = 'policy = "load"\n[[te]]\ncount = 64\ndies = 32\n'
 @pytest.mark.campaign
 @pytest.mark.idle
 @pytest.mark.parametrize(
-    ("traffic", "cluster", "most_s"), [(CHATS, "", 120), (CONVERSATION, SERVING, 60)], ids=["chats", "given"]
+    ("traffic", "cluster", "least", "most_s"),
+    [(CHATS, "", 0.9, 120), (CONVERSATION, SERVING, 0.8, 60), (CONVERSATION, "", 0.8, 60)],
+    ids=["chats", "given", "bounds that cannot be kept"],
 )
 def test_an_hour_takes_a_minute_or_two(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], traffic: MadeTraffic, cluster: str, most_s: float
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    traffic: MadeTraffic,
+    cluster: str,
+    least: float,
+    most_s: float,
 ) -> None:
     """DeepSeek-R1, pricing among it, and the search for how many TEs are needed where they are not given."""
     path, file = tmp_path / "hour.jsonl", tmp_path / "cluster.toml"
@@ -46,7 +53,8 @@ def test_an_hour_takes_a_minute_or_two(
     print(f"{found['cluster']}: {wall_s:.1f} s, {cpu_s:.1f} s of processor time")
     assert found["format"].startswith("mooncake: ")
     assert found["num_requests"] == traffic.requests
-    assert found["within"] >= (0.8 if cluster else 0.9)
+    assert found["within"] >= least
+    assert ("missed" in found) == (not cluster and found["within"] < 0.9)
     assert found["seconds"] > 3500
     assert wall_s < most_s
 

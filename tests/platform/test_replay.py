@@ -2,9 +2,11 @@
 
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.platform.tools import LIMITS, MADE, PRICE
@@ -19,7 +21,7 @@ from xdeepserve.platform.command import explained
 from xdeepserve.platform.fleet import Fleet
 from xdeepserve.platform.fleet_words import Decision, FleetTE
 from xdeepserve.platform.made_traffic import MadeTraffic, made
-from xdeepserve.platform.service_report import Bounds, Outcome, ServiceReport, report
+from xdeepserve.platform.service_report import Bounds, Outcome, ServiceReport, TELoad, report
 from xdeepserve.platform.step_price import StepPrice
 from xdeepserve.platform.token_replay import prompts_of, replayed
 from xdeepserve.platform.traces import TracedRequest
@@ -192,16 +194,78 @@ def test_a_step_that_gains_nothing_does_not_end_the_search(shares: list[float]) 
 
 
 def test_a_search_ends_where_more_tes_change_nothing() -> None:
+    """With the fewest TEs that serve as well as any number: shares grow up to 8 TEs, waits shrink up to 3."""
     tried: list[int] = []
 
     def within(sized: Cluster) -> ServiceReport:
         tried.append(sized.te[0].count)
         return served(min(0.5, tried[-1] / 16), max(44, 100 / tried[-1]))
 
-    reason = r"32 TEs have 50.0 % .*, and more do not help.*; --slo-ttft 88 --slo-tpot 31 would do"
-    with pytest.raises(InputError, match=reason):
-        least_count(Cluster((ClusterTE(),)), within, 0.9)
-    assert tried == [1, 2, 4, 8, 16, 32]
+    assert least_count(Cluster((ClusterTE(),)), within, 0.9).te[0].count == 8
+    assert tried == [1, 2, 4, 8, 16, 32, 6, 7]
+
+
+def test_a_search_ends_where_a_te_gets_no_request() -> None:
+    """The five that get some are as good as any number."""
+    tried: list[int] = []
+
+    def within(sized: Cluster) -> ServiceReport:
+        tried.append(sized.te[0].count)
+        used = min(5, tried[-1])
+        loads = [TELoad(f"both {n}", int(n < used), 1, 0.0) for n in range(tried[-1])]
+        return msgspec.structs.replace(served(0.1 * used, 1), tes=loads)
+
+    assert least_count(Cluster((ClusterTE(),)), within, 0.9).te[0].count == 5
+    assert tried == [1, 2, 4, 8, 6, 5]
+
+
+def test_bounds_that_nothing_keeps_are_no_lower_bound_of_tes() -> None:
+    """No request keeps them; requests wait less up to 16 TEs."""
+
+    def within(sized: Cluster) -> ServiceReport:
+        return served(0, max(10, 160 / sized.te[0].count))
+
+    assert least_count(Cluster((ClusterTE(),)), within, 0.9).te[0].count == 16
+
+
+LONG_PROMPT = {"input_length": 6_000, "output_length": 40}
+
+
+@pytest.mark.parametrize(
+    ("bounds", "words"),
+    [
+        (["--slo-ttft", "0.01"], "TTFT of 30 requests (100.0 %) is over 0.01 s"),
+        (["--slo-tpot", "0.01"], "TPOT of 30 requests (100.0 %) is over 0.01 ms"),
+    ],
+)
+def test_bounds_that_cannot_be_kept_give_the_table_and_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], bounds: list[str], words: str
+) -> None:
+    """With exit code 0, as by any other replay, and in the JSON object, too."""
+    path = tmp_path / "long.jsonl"
+    rows = [
+        {"timestamp": 100 * n, **LONG_PROMPT, "hash_ids": [*range(12 * n, 12 * n + 12)]} for n in range(30)
+    ]
+    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    given = ["replay", str(path), *bounds]
+    assert main(given) == 0
+    told = capsys.readouterr().out
+    assert "TTFT ms" in told
+    assert "both 0" in told
+    assert "90 % were sought within both bounds: no number of TEs has more than 0.0 %" in told
+    assert words in told
+    assert "30 miss the bound even on an idle TE, a" in told
+    would = re.search(r"--slo-ttft ([0-9.]+) --slo-tpot ([0-9.]+) would have ([0-9.]+) %", told)
+    assert would is not None
+    assert float(would[3]) >= 90
+    assert main([*given, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (missed,) = found["missed"]
+    assert (missed["num_late"], missed["num_late_alone"]) == (30, 30)
+    assert missed["alone"] > missed["bound"]
+    again = [*given[:2], "--slo-ttft", would[1], "--slo-tpot", would[2], "--json"]
+    assert main(again) == 0
+    assert "missed" not in json.loads(capsys.readouterr().out)
 
 
 def test_several_policies_are_one_table_with_prices_found_once(

@@ -274,6 +274,42 @@ def test_without_a_unit_the_spacing_decides_and_that_is_said(
 
 
 @pytest.mark.parametrize(
+    ("at", "unit", "said"),
+    [
+        ((0, 1.5, 3.25, 4), "s", "has a fraction on line 2 (1.5)"),
+        ((0, 0.2, 0.4, 0.6), "s", "has a fraction on line 2 (0.2)"),
+        ((0, 1.5, 3000, 6000), "ms", "has a fraction on line 2 (1.5)"),
+        ((0, 250.25, 1250, 4000), "ms", "has a fraction on line 2 (250.25)"),
+        ((0, 1, 2, 3), "ms", "as in Mooncake's format: 1,000 requests a second"),
+        ((0, 0, 0, 0), "ms", None),
+        ((0, 250, 1250, 4000), "ms", None),
+    ],
+)
+def test_a_doubtful_unit_of_mooncakes_times_is_found_by_spacing_or_said(
+    file: Written, at: Sequence[float], unit: str, said: str | None
+) -> None:
+    """Mooncake's own times are whole milliseconds; people write seconds under its names."""
+    rows = [each | {"timestamp": when} for each, when in zip(mooncake(), at, strict=True)]
+    found = read_trace(file(lines(rows)))
+    assert found.form == f"mooncake: times in {unit}, 512 tokens a hash id"
+    assert [each.at_ns for each in found.requests] == [
+        round(when * {"s": 10**9, "ms": 10**6}[unit]) for when in at
+    ]
+    assert len(found.notes) == (said is not None)
+    assert all(said in note and "call it timestamp_s or timestamp_ms" in note for note in found.notes if said)
+    named = lines(rows).replace('"timestamp"', '"timestamp_ms"')
+    assert arrivals(file(named)) == ([int(when) for when in at], "")
+
+
+def test_milliseconds_where_a_format_has_seconds_are_doubted(file: Written) -> None:
+    rows = [each | {"timestamp": 1000 * each["timestamp"]} for each in bailian()]
+    (note,) = read_trace(file(lines(rows))).notes
+    assert note.startswith(
+        "timestamp is in s, as in Qwen-Bailian's format: 1,333 s from a request to the next"
+    )
+
+
+@pytest.mark.parametrize(
     ("column", "scale"),
     [("time_s", 1e-3), ("Time (ms)", 1), ("arrival_us", 1e3), ("ts-ns", 1e6), ("created.seconds", 1e-3)],
 )

@@ -48,7 +48,7 @@ def test_pipelined_mtp_beats_naive(small_r1: Checkpoint) -> None:
 
 def launches(steps: int, ranks: int = 8, **execution: object) -> np.ndarray:
     """[steps, ranks], ns."""
-    host = Host(ExecutionConfig(overlap=True, **execution), SPEC, [], ranks, seed=1)  # type: ignore[arg-type]
+    host = Host(ExecutionConfig(overlap=True, **execution), SPEC, ranks, seed=1)  # type: ignore[arg-type]
     return np.array([1e9 * host.jitter(step) for step in range(steps)])
 
 

@@ -516,11 +516,12 @@ async def _end(owner: Engine, guests: Sequence[Engine]) -> None:
         guest.fail(XDeepServeError("the LLM whose pod this one shares has been closed"))
         await guest.stop()
     await owner.stop()
-    if waiting := asyncio.all_tasks() - {asyncio.current_task()}:
-        _, late = await asyncio.wait(waiting, timeout=1)
-        for task in late:
-            task.cancel()
-        await asyncio.gather(*late, return_exceptions=True)
+    for patience_s in (1.0, 0.0, 0.0):  # what ends may start something, such as the answer to a segment
+        if waiting := asyncio.all_tasks() - {asyncio.current_task()}:
+            _, late = await asyncio.wait(waiting, timeout=patience_s)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
 
 
 def _is_list(value: object) -> bool:

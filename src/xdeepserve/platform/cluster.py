@@ -22,7 +22,6 @@ server_gib = 256
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -57,7 +56,8 @@ from xdeepserve.reading import Mistake, read
 from xdeepserve.step.attention import KV_NBYTES
 
 MAX_TES, MAX_DIES = 4096, 768
-PLATEAU = 2  # doublings without a gain, in a row: more TEs do not help
+FAR, FAR_STEP = 0.05, 4  # with a lesser share within bounds, four times as many TEs are tried next
+PLATEAU = 2  # such steps without a gain, in a row: more TEs do not help
 GAIN = 0.99  # of the mean time that requests wait: less is a gain
 FleetChange = FleetScaler | FleetRoles | FleetPool  # what a fleet's TEs or servers follow
 
@@ -316,29 +316,37 @@ def transfer_ns(model: Checkpoint) -> float:
 
 def least_count(cluster: Cluster, tried: Callable[[Cluster], ServiceReport], enough: float) -> Cluster:
     """Find the cluster with the fewest TEs, of its single kind, which serves `enough` of the requests within
-    their bounds. The number is doubled, then bisected. Raises InputError where more TEs do not help.
+    their bounds. Where no number does, find the fewest TEs that serve requests as well as any number.
 
-    Under a load far above what TEs can serve, twice as many TEs may keep no more requests within bounds. But
-    requests wait for less time then, so the doubling ends only where neither improves, twice in a row.
+    The number is doubled, or quadrupled while few requests keep their bounds, then bisected. Under a load
+    far above what TEs can serve, more TEs may keep no more requests within bounds. But requests wait for less
+    time then, so the search for a bound ends only where neither improves, twice in a row, or where a TE gets
+    no request.
     """
 
     def sized(count: int) -> Cluster:
         return msgspec.structs.replace(cluster, te=(msgspec.structs.replace(cluster.te[0], count=count),))
 
-    low, high, num_idle, before = 0, 1, 0, None
-    while (found := tried(sized(high))).within < enough:
+    count, num_idle, before, reports = 1, 0, None, dict[int, ServiceReport]()
+    while (found := tried(sized(count))).within < enough:
+        reports[count] = found
         num_idle = num_idle + 1 if before is not None and not _is_better(found, before) else 0
-        if num_idle == PLATEAU or 2 * high > MAX_TES:
-            ttft, tpot = (math.ceil(each.get("p99", 0.0)) for each in (found.ttft_ms, found.tpot_ms))
-            raise InputError(
-                f"{high} TEs have {100 * found.within:.1f} % of requests within the bounds, and more do not "
-                f"help: prompts are too long for them; --slo-ttft {ttft / 1e3:g} --slo-tpot {tpot} would do, "
-                "or try --cluster"
-            )
-        low, high, before = high, 2 * high, found
+        has_idle_te = not all(te.num_requests for te in found.tes)
+        more = count * (FAR_STEP if found.within < FAR else 2)
+        if num_idle == PLATEAU or has_idle_te or more > MAX_TES:
+            break
+        count, before = more, found
+    reports[count] = found
+    best = max(reports.values(), key=lambda each: (each.within, -each.ttft_ms["mean"]))
+
+    def is_good(found: ServiceReport) -> bool:
+        return found.within >= enough if best.within >= enough else not _is_better(best, found)
+
+    high = min(count for count, found in reports.items() if is_good(found))
+    low = max((count for count in reports if count < high), default=0)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if tried(sized(middle)).within >= enough else (middle, high)
+        low, high = (low, middle) if is_good(tried(sized(middle))) else (middle, high)
     return sized(high)
 
 

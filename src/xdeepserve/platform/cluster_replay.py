@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
+import msgspec
+
 from xdeepserve.engine.balance.heat_map import HeatMap
 from xdeepserve.platform.cluster import (
     Cluster,
@@ -18,9 +20,18 @@ from xdeepserve.platform.cluster import (
 from xdeepserve.platform.fleet import Fleet, Predict
 from xdeepserve.platform.fleet_scaling import ScaleEvent
 from xdeepserve.platform.fleet_words import Decision
-from xdeepserve.platform.service_report import Bounds, Outcome, ServiceReport, report
+from xdeepserve.platform.service_report import (
+    Bounds,
+    MissedBound,
+    Outcome,
+    ServiceReport,
+    missed_bounds,
+    report,
+)
 from xdeepserve.platform.step_price import Progress
 from xdeepserve.platform.traces import TracedRequest
+
+LATER_NS = 10**15  # when a TE that has had one request is idle again
 
 
 class ClusterServed(NamedTuple):
@@ -59,6 +70,23 @@ class ClusterReplay:
         fleet = Fleet(tes, cluster.policy, self._heat, self._predict, stale_ns, explain, forced)
         changes = scaler_of(cluster, self._kinds, fleet, self._bounds), pool_of(cluster, fleet)
         return fleet, [each for each in changes if each is not None]
+
+    def missed(self, cluster: Cluster, served: ClusterServed) -> list[MissedBound]:
+        """Find the bounds that requests missed on a cluster of equal TEs, and what an idle TE could do."""
+        one = msgspec.structs.replace(cluster, te=(msgspec.structs.replace(cluster.te[0], count=1),))
+        block = self._kinds[0].limits.block
+
+        def alone(number: int) -> Outcome:
+            """Serve a request on an idle TE, whose cache has as much of the prompt as there was."""
+            late = served.fleet.served[number]
+            request, cached = self.requests[late.number], late.num_cached
+            before = request._replace(
+                at_ns=0, input_length=cached, output_length=1, blocks=request.blocks[: cached // block]
+            )
+            run = [before] * (cached > 0) + [request._replace(at_ns=LATER_NS)]
+            return self.fleet(one)[0].run(run)[-1].outcome()
+
+        return missed_bounds(served.outcomes, self._bounds, alone)
 
     def serve(
         self, cluster: Cluster, explain: Callable[[Decision], None] | None, progress: Progress

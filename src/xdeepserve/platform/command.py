@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from xdeepserve.platform.fleet import Fleet
     from xdeepserve.platform.fleet_words import Decision
     from xdeepserve.platform.hindsight import Hindsight
-    from xdeepserve.platform.service_report import Bounds, Outcome, ServiceReport
+    from xdeepserve.platform.service_report import Bounds, MissedBound, Outcome, ServiceReport
     from xdeepserve.platform.traces import RequestTrace
 
     Result = tuple[list[Outcome], ServiceReport, dict[str, Any]]  # of a policy, or of a pod
@@ -98,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     several = {more["policy"]: found for _, found, more in results if len(results) > 1}
     for name, value in more.items():
-        if name not in ("decisions", "hindsight", "scaling", *(["policy"] if several else [])):
+        if name not in ("decisions", "hindsight", "scaling", "missed", *(["policy"] if several else [])):
             print(f"{name:<11}{value}")
     if several:
         print(*service_report.compared(several), sep="\n")
@@ -108,6 +109,8 @@ def run(args: argparse.Namespace) -> int:
     if len(events) > SHOWN_EVENTS:
         print(f"and {len(events) - SHOWN_EVENTS} more events; --json has all")
     print(*found.lines(), sep="\n")
+    if "missed" in more:
+        print(*why_missed(outcomes, found, more["missed"]), sep="\n")
     return 0
 
 
@@ -213,7 +216,7 @@ def _time_only(args: argparse.Namespace, trace: RequestTrace, bounds: Bounds) ->
             cluster = msgspec.structs.replace(cluster, policy=policy)
             if args.cluster is None and not results:
                 cluster = _sized(cluster, serve, status)
-            fleet, outcomes, found, events = serve(cluster)
+            fleet, outcomes, found, events = served = serve(cluster)
             more: dict[str, Any] = {"model": cluster.model, "cluster": _of(cluster), "format": trace.form}
             more["policy"] = policy
             if error is not None:
@@ -221,6 +224,9 @@ def _time_only(args: argparse.Namespace, trace: RequestTrace, bounds: Bounds) ->
             if (cluster.roles, cluster.scale, cluster.pool) != (None, None, None):
                 more["scaling"] = events
             results.append((outcomes, found, more))
+            if args.cluster is None and found.within < ENOUGH:
+                status.text = "replay: late requests are tried on an idle TE"
+                more["missed"] = replay.missed(cluster, served)
         tried: list[Hindsight] = []
         if args.explain and args.regret != 0:
             status.text = "replay: requests are tried on other TEs"
@@ -274,6 +280,23 @@ def _sized(cluster: Cluster, serve: Callable[[Cluster], ClusterServed], status: 
         return found
 
     return least_count(cluster, tried, ENOUGH)
+
+
+def why_missed(outcomes: Sequence[Outcome], found: ServiceReport, missed: Sequence[MissedBound]) -> list[str]:
+    """Say that no number of TEs keeps the bounds, which bound is not kept and why, and which would be."""
+    from xdeepserve.platform.service_report import Bounds, is_within
+
+    bounds = {each.name: math.ceil(each.p99) for each in missed}
+    would = Bounds(bounds.get("TTFT", found.bounds.ttft_s), bounds.get("TPOT", found.bounds.tpot_ms))
+    share = sum(is_within(each, would) for each in outcomes) / len(outcomes)
+    return [
+        "",
+        f"{100 * ENOUGH:g} % were sought within both bounds: no number of TEs has more than "
+        f"{100 * found.within:.1f} %",
+        *(each.line() for each in missed),
+        f"--slo-ttft {would.ttft_s:g} --slo-tpot {would.tpot_ms:g} would have {100 * share:.1f} %; TEs of "
+        "other sizes stand in a file: --cluster FILE",
+    ]
 
 
 def explained(decision: Decision, fleet: Fleet, most: int, after: Hindsight | None = None) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -45,6 +46,36 @@ class TELoad(msgspec.Struct, frozen=True):
     num_tokens: int  # of these answers
     hit_rate: float  # of the tokens of these prompts
     busy: float | None = None
+
+
+class MissedBound(msgspec.Struct, frozen=True):
+    """Bound that requests miss, and how many of them would miss it alone, on an idle TE.
+
+    `shortest` is the least of the latter by tokens to compute: of the prompt for TTFT, of the answer for
+    TPOT; `alone` is its time on an idle TE, in the unit of the bound. Both are None if there is none.
+    """
+
+    name: Literal["TTFT", "TPOT"]
+    bound: float
+    unit: Literal["s", "ms"]
+    p99: float
+    num_late: int
+    share: float  # of all requests
+    num_late_alone: int
+    shortest: int | None
+    alone: float | None
+
+    def line(self) -> str:
+        """Format the bound, by how much it is missed, and the cause."""
+        example = ""
+        if self.shortest is not None:
+            whose = "a prompt" if self.name == "TTFT" else "an answer"
+            example = f", {whose} of {self.shortest:,} tokens in {self.alone:,.1f} {self.unit}"
+        return (
+            f"{self.name} of {self.num_late:,} requests ({100 * self.share:.1f} %) is over {self.bound:g} "
+            f"{self.unit}, p99 {self.p99:,.1f} {self.unit}: {self.num_late_alone:,} miss the bound even on "
+            f"an idle TE{example}, {self.num_late - self.num_late_alone:,} for requests beside them"
+        )
 
 
 class ServiceReport(msgspec.Struct, frozen=True):
@@ -120,6 +151,48 @@ def report(
 def is_within(each: Outcome, bounds: Bounds) -> bool:
     """Whether a request kept both bounds."""
     return each.ttft_ns <= 1e9 * bounds.ttft_s and (each.tpot_ns or 0) <= 1e6 * bounds.tpot_ms
+
+
+class _BoundedTime(NamedTuple):
+    """Time of a request that has a bound, and the number of tokens that it grows with."""
+
+    name: Literal["TTFT", "TPOT"]
+    unit: Literal["s", "ms"]
+    bound: Callable[[Bounds], float]
+    took: Callable[[Outcome], float]
+    tokens: Callable[[Outcome], int]
+
+
+BOUNDED_TIMES = (
+    _BoundedTime(
+        "TTFT", "s", lambda b: b.ttft_s, lambda o: o.ttft_ns / 1e9, lambda o: o.num_prompt - o.num_cached
+    ),
+    _BoundedTime("TPOT", "ms", lambda b: b.tpot_ms, lambda o: (o.tpot_ns or 0) / 1e6, lambda o: o.num_output),
+)
+
+
+def missed_bounds(
+    outcomes: Sequence[Outcome], bounds: Bounds, alone: Callable[[int], Outcome]
+) -> list[MissedBound]:
+    """Find the bounds that requests miss, and those that miss one even alone: `alone(n)` is the outcome of
+    the n-th request on an idle TE."""
+    found, on_idle_te = [], functools.cache(alone)
+    for name, unit, bound_of, took, tokens in BOUNDED_TIMES:
+        bound = bound_of(bounds)
+        late = [number for number, each in enumerate(outcomes) if took(each) > bound]
+        if not late:
+            continue
+        late_alone = [each for each in map(on_idle_te, late) if took(each) > bound]
+        shortest = min(late_alone, key=tokens, default=None)
+        found.append(
+            MissedBound(
+                name, bound, unit, float(np.percentile([took(each) for each in outcomes], 99)),
+                len(late), len(late) / len(outcomes), len(late_alone),
+                None if shortest is None else tokens(shortest),
+                None if shortest is None else took(shortest),
+            )
+        )  # fmt: skip
+    return found
 
 
 def _hits(outcomes: Sequence[Outcome]) -> float:

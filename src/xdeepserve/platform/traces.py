@@ -106,6 +106,7 @@ SHOWN_NAMES = 4  # of those that a column may have, in a refusal
 MOST_TOKENS = 10**9  # of a prompt, or of an answer
 EPOCH = 1e9  # seconds since 1970: September 2001
 DENSE = 10  # numbers from a request to the next: if there are fewer, they are seconds and not milliseconds
+MOST_A_SECOND, LONGEST_GAP_S = 200, 100  # requests, and seconds between two: beyond them the unit is doubted
 LONGEST_S = 10 * 365 * 86_400  # of a trace
 LATEST = 1e19  # in ns since 1970
 MICROSECOND = timedelta(microseconds=1)
@@ -459,8 +460,11 @@ def _trace(
             f"{path}, line {other.line}: {column} must be {kinds[rows[0].is_date]}, as on line "
             f"{rows[0].line}, found {kinds[other.is_date]}"
         )
-    named = "us" if begin.is_date else _stem(column)[1]
-    unit = named or _unit(begin.time, (end.time - begin.time) / max(1, len(rows) - 1), form.unit)
+    named: Unit | None = "us" if begin.is_date else _stem(column)[1]
+    gap = (end.time - begin.time) / max(1, len(rows) - 1)
+    fraction = next((row for row in rows if row.time != int(row.time)), None)
+    is_doubtful = form.unit == "ms" and fraction is not None  # a format with whole ms has none
+    unit = named or _unit(begin.time, gap, None if is_doubtful else form.unit)
     if (seconds := (end.time - begin.time) * NS[unit] / 1e9) > LONGEST_S:
         raise InputError(
             f"{path}, line {end.line}: {column} must be within ten years of all others, found "
@@ -473,8 +477,17 @@ def _trace(
     notes = []
     if begin.time and not begin.is_date:
         notes.append(f"times begin at {begin.time:,} {unit}: shifted to 0")
-    if named is None and form.unit is None and begin.time < EPOCH:
-        notes.append(f"{column} is in {unit}, by its spacing; call it {column}_s or {column}_ms to say it")
+    if named is None and begin.time < EPOCH:
+        say_it = f"call it {column}_s or {column}_ms to say it"
+        if is_doubtful and fraction is not None:
+            notes.append(
+                f"{column} has a fraction on line {fraction.line} ({fraction.time:g}), unlike {form.whose} "
+                f"milliseconds: taken for {unit}, by its spacing; {say_it}"
+            )
+        elif form.unit is None:
+            notes.append(f"{column} is in {unit}, by its spacing; {say_it}")
+        elif (rate := _strange_rate(gap * NS[unit] / 1e9)) and len(rows) > 1:
+            notes.append(f"{column} is in {unit}, as in {form.whose} format: {rate}; {say_it}")
     if late := sum(one.at_ns > two.at_ns for one, two in itertools.pairwise(requests)):
         notes.append(f"rows are not in order of time in {late} place{'s' if late > 1 else ''}: sorted")
         requests.sort(key=lambda request: request.at_ns)
@@ -483,6 +496,13 @@ def _trace(
     blocks = "no hash ids" if block is None else f"{block} tokens a hash id"
     times = "dates" if begin.is_date else f"times in {unit}"
     return RequestTrace(requests, block or DEFAULT_BLOCK, f"{form.name}: {times}, {blocks}", notes)
+
+
+def _strange_rate(gap_s: float) -> str:
+    """Say how requests follow each other if they would not with the times of most traces; else empty."""
+    if gap_s < 1 / MOST_A_SECOND:
+        return f"{1 / gap_s:,.0f} requests a second" if gap_s else ""
+    return f"{gap_s:,.0f} s from a request to the next" if gap_s > LONGEST_GAP_S else ""
 
 
 def _unit(least: float, gap: float, own: Unit | None) -> Unit:

@@ -108,12 +108,16 @@ class EngineCollector(Collector):
         """Yield the states of expert servers, if experts are services."""
         family = GaugeMetricFamily(
             "xdeepserve:expert_servers",
-            "Expert servers by TE and state: healthy or lost.",
+            "Expert servers by TE and state: healthy, suspect (an answer is late) or lost.",
             labels=["model_name", "te", "state"],
         )
         for te in stats.health:
-            num_lost = len(te.lost_servers)
-            for state, number in (("healthy", te.num_servers - num_lost), ("lost", num_lost)):
+            num_ill = len(te.suspect_servers) + len(te.lost_servers)
+            for state, number in (
+                ("healthy", te.num_servers - num_ill),
+                ("suspect", len(te.suspect_servers)),
+                ("lost", len(te.lost_servers)),
+            ):
                 if te.num_servers:
                     family.add_metric([self._model_name, te.name, state], number)
         if family.samples:

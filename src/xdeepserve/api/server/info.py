@@ -47,7 +47,8 @@ def _is_well(te: TEHealth) -> bool:
     """Whether no part of a TE is silent or missing; for a lost TE, whether another has its place."""
     if te.life == "lost":
         return te.replaced_by is not None
-    return te.shell == "healthy" and not (te.suspect_groups or te.lost_groups or te.lost_servers)
+    ill = te.suspect_groups, te.lost_groups, te.suspect_servers, te.lost_servers
+    return te.shell == "healthy" and not any(ill)
 
 
 async def ping(request: web.Request) -> web.Response:

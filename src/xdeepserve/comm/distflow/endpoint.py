@@ -8,14 +8,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from xdeepserve.comm.distflow.rules import FINAL, Cause, State
 from xdeepserve.comm.distflow.spans import check_overlaps, cut, pair, spans_of
 from xdeepserve.comm.distflow.transfer import Completion, Message, MovedParts, Transfer
 from xdeepserve.comm.distflow.transport import Transport
-from xdeepserve.errors import DeadlineError, DeploymentError, HardwareError, ProtocolError, XDeepServeError
-from xdeepserve.hw.clock import Waiting
+from xdeepserve.errors import (
+    DeadlineError,
+    DeploymentError,
+    HardwareError,
+    ProtocolError,
+    XDeepServeError,
+    as_named,
+)
+from xdeepserve.hw.clock import Hears, Waiting
 from xdeepserve.hw.engines import Copy
 from xdeepserve.hw.memory import Address
 from xdeepserve.hw.queue import Queue
@@ -37,7 +45,7 @@ class Endpoint:
         self.early_wants: dict[tuple[str, int], int] = {}  # by peer and tag, the peer's attempt
         self._num_attempts, self.is_stopped = 0, False
         transport.inboxes[name] = self.inbox
-        self._loop = self._spawn(self._serve(), "messages")
+        self._detach(self._serve(), "messages")
 
     def poll(self) -> list[Completion]:
         """Return the completions since the last poll, oldest first (step 8)."""
@@ -133,7 +141,9 @@ class Endpoint:
         transfer.shared, transfer.num_ready = transfer.spans, num_ready
         transfer.ready_ns = [self.pod.clock.now] * num_ready
         self.sources[peer, tag] = transfer
-        transfer.process = self._spawn(self._push(transfer), f"send {tag}")
+        transfer.process = self._detach(
+            self._push(transfer), f"send {tag}", partial(self._fail, transfer, True)
+        )
         self._answer(transfer)
 
     def _answer(self, transfer: Transfer) -> None:
@@ -224,7 +234,9 @@ class Endpoint:
         self._num_attempts += 1
         transfer.attempt = self._num_attempts
         self.destinations[peer, tag] = transfer
-        transfer.process = self._spawn(self._pull(transfer), f"receive {tag}")
+        transfer.process = self._detach(
+            self._pull(transfer), f"receive {tag}", partial(self._fail, transfer, False)
+        )
 
     def abort_receive(self, tag: int, peer: str) -> bool:
         """Give up a receive at any point, because the peer's side is known to have failed.
@@ -279,10 +291,10 @@ class Endpoint:
                     parts = tuple(part for part in ready if copies[part])
                     transfer.moves.append(MovedParts(parts, began_ns, clock.now))
                 num_moved = ready.stop
-        except XDeepServeError as broken:
-            transfer.error = broken
+        except Exception as error:
+            transfer.error = as_named(error, f"{self.name}: ")
             transfer.step(Cause.BROKEN)
-            return Cause.REFUSE, broken
+            return Cause.REFUSE, transfer.error
         is_whole = transfer.state is State.MOVING
         transfer.step(Cause.MOVED)
         return (Cause.DONE if is_whole else Cause.STOPPED), None
@@ -426,8 +438,16 @@ class Endpoint:
         )
         await clock.wait(transfer.waiter, deadline_ns, idle=deadline_ns is None)
 
-    def _spawn(self, coro: Any, what: str) -> asyncio.Task[Any]:
-        process = self.pod.clock.spawn(coro, name=f"DistFlow {self.name}: {what}")
+    def _fail(self, transfer: Transfer, is_source: bool, error: Exception) -> None:
+        """Complete a side of a transfer whose process has ended early; the peer notices at a deadline."""
+        table = self.sources if is_source else self.destinations
+        if table.pop((transfer.peer, transfer.tag), None) is not None:
+            self._release(transfer)
+        transfer.error = as_named(error, f"{self.name}: ")
+        self._complete(transfer, is_source)
+
+    def _detach(self, coro: Any, what: str, hears: Hears | None = None) -> asyncio.Task[Any]:
+        process = self.pod.clock.detach(coro, f"DistFlow {self.name}: {what}", hears)
         self._processes[process] = None
         asyncio.Task.add_done_callback(process, lambda done: self._processes.pop(done, None))
         return process

@@ -228,6 +228,23 @@ class ServiceClient(Handle):
             if await self.slots.reads(server) and self.slots.state(server) != SlotState.WRITTEN:
                 self.known.trust(server)
 
+    def late(self) -> list[int]:
+        """List servers that are given up, although the monitor says they are there, and have not answered yet
+        as the latest read of their slots found them."""
+        return [
+            server
+            for server, epoch in list(self._left.items())
+            if epoch == self.known.epoch(server)
+            and self.known.is_given_up(server)
+            and not self.known.is_masked(server)
+            and self.slots.is_written(server)
+        ]
+
+    async def look_at_late(self) -> None:
+        """Read the slots of late servers again, where reads cost no virtual time."""
+        for server in self.late() if self.reach.follows_others else ():
+            await self.reach.comes_back(self.slots.state_of(server))
+
     async def _take_over(self, asked: Sequence[int]) -> bool:
         """Wait for slots on servers new to this client until requests of an earlier client process are done
         with. Returns False if a server was given up over that."""

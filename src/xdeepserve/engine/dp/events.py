@@ -1,4 +1,4 @@
-"""Events of requests between job executor, TEs and DP groups, as plain data (xDeepServe 5.1).
+"""EventLog of requests between job executor, TEs and DP groups, as plain data (xDeepServe 5.1).
 
 Each part that tells events gets an `Events` on construction, and tells each fact once, when it happens.
 Observers hear of it first, then the job executor acts on it; all consequences have happened on return.
@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-from xdeepserve.engine.numbers import GroupRank, StepNo
+from xdeepserve.engine.numbers import GroupRank, Seat, StepNo
 
 log = logging.getLogger("xdeepserve.engine")
 
@@ -138,7 +139,7 @@ class ShareOfStep(msgspec.Struct, frozen=True):
 
 
 class StepEnded(msgspec.Struct, frozen=True):
-    """A DP group has ended a step that had rows; its results take effect next. Only observers are told."""
+    """A DP group has ended a step that had rows; its results take effect next."""
 
     group: GroupId
     step: StepNo
@@ -149,22 +150,20 @@ class StepEnded(msgspec.Struct, frozen=True):
 
 
 class TEChanged(msgspec.Struct, frozen=True):
-    """A TE has reached another state of its life (te/life.py). Only observers are told."""
+    """A TE has reached another state of its life (te/life.py)."""
 
     te: str
     life: str
 
 
 class FailoverEnded(msgspec.Struct, frozen=True):
-    """A lost TE's replacement is no longer awaited; `reason` says why none comes, if so. Only observers are
-    told."""
+    """A lost TE's replacement is no longer awaited; `reason` says why none comes, if so."""
 
     reason: str | None
 
 
 class TERolledBack(msgspec.Struct, frozen=True):
-    """Something in a TE failed; the steps under way will run again in a new epoch. Only observers are
-    told."""
+    """Something in a TE failed; the steps under way will run again in a new epoch."""
 
     te: str
     epoch: int
@@ -173,16 +172,16 @@ class TERolledBack(msgspec.Struct, frozen=True):
 
 
 class ServerHeard(msgspec.Struct, frozen=True):
-    """The monitor declares an expert server lost, or found again. Only observers are told."""
+    """The monitor declares an expert server lost, or found again."""
 
     te: str
-    server: int
+    server: Seat
     die: int
     is_lost: bool
 
 
 class ClientLost(msgspec.Struct, frozen=True):
-    """A DP group using expert servers is lost, and its TE goes on without it. Only observers are told."""
+    """A DP group using expert servers is lost, and its TE goes on without it."""
 
     te: str
     rank: GroupRank
@@ -190,10 +189,10 @@ class ClientLost(msgspec.Struct, frozen=True):
 
 
 class ServerMoved(msgspec.Struct, frozen=True):
-    """An expert server has taken a seat in its TE, or has left it. Only observers are told."""
+    """An expert server has taken a seat in its TE, or has left it."""
 
     te: str
-    server: int
+    server: Seat
     die: int
     epoch: int  # of the seat
     is_there: bool
@@ -220,19 +219,21 @@ def notify(listener: Callable[..., object], *args: object, about: object) -> boo
     return True
 
 
-class Events:
-    """Passes events on: `observers` see each one first and must change nothing, then `act` acts on it."""
+class EventLog:
+    """Log of an engine: every event is told once, by a call.
+
+    `observers` read each event first and must change nothing; one that raises an error is removed. Then the
+    job executor acts on it (`act`). `counts` has how often each class of events has been told.
+    """
 
     def __init__(self, observers: list[Observer] | None = None) -> None:
         self.observers = [] if observers is None else observers
-        self.act: Callable[[Event], None] = lambda event: None
+        self.act: Callable[[Observed], None] = lambda event: None
+        self.counts = Counter[type[Observed]]()
 
-    def __call__(self, event: Event) -> None:
-        self.show(event)
-        self.act(event)
-
-    def show(self, event: Observed) -> None:
-        """Tell only the observers of an event. An observer that raises an error is removed."""
+    def __call__(self, event: Observed) -> None:
+        self.counts[type(event)] += 1
         for observe in tuple(self.observers):
             if not notify(observe, event, about=event) and observe in self.observers:
                 self.observers.remove(observe)
+        self.act(event)

@@ -13,7 +13,7 @@ from xdeepserve.engine.balance.dp import LONG_PROMPT, GroupStatus, prefill_cost
 from xdeepserve.engine.deploy.sizes import StepSizes
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.dp import events
-from xdeepserve.engine.dp.events import Events, GroupId
+from xdeepserve.engine.dp.events import EventLog, GroupId
 from xdeepserve.engine.dp.lost_blocks import LostBlocks
 from xdeepserve.engine.dp.preemption import VictimPolicy
 from xdeepserve.engine.dp.prefix_index import EvictionPolicy
@@ -79,7 +79,7 @@ class DPGroup:
         num_groups: int,
         steps: StepSizes,
         should_load: ShouldLoad | None,
-        tell: Events,
+        tell: EventLog,
         gives_way: GivesWay,
     ) -> None:
         self.id, self.rank, self.dies, self.mems, self.tell = name, name.rank, dies, mems, tell
@@ -176,9 +176,10 @@ class DPGroup:
         for die in self.dies:
             die.put(command, delay_ns)
 
-    def probe(self) -> None:
-        """Ask all dies of the group for a sign of life."""
+    def probe(self) -> int:
+        """Ask all dies of the group for a sign of life; return how many there are."""
         self.put(Probe())
+        return len(self.dies)
 
     def finish_copies(self, ticket: int) -> None:
         """Note a die's copies of a ticket as made; the last die ends the ticket."""
@@ -386,7 +387,7 @@ class DPGroup:
             if step.start_ns is not None:
                 end_ns, shares = self.dies[0].clock.now, observed(step, results)
                 used = step.num_used_blocks
-                self.tell.show(events.StepEnded(self.id, step_idx, step.start_ns, end_ns, used, shares))
+                self.tell(events.StepEnded(self.id, step_idx, step.start_ns, end_ns, used, shares))
             self.scheduler.finish_step(step, results)
 
     def _read_results(

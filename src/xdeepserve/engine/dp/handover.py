@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.block_table import Holding
-from xdeepserve.engine.dp.events import Events, GroupId
+from xdeepserve.engine.dp.events import EventLog, GroupId
 from xdeepserve.engine.dp.places import Places
 from xdeepserve.engine.dp.preemption import Preemption
 from xdeepserve.engine.dp.rtc import RTC
@@ -22,7 +22,7 @@ class Handover:
     """
 
     def __init__(
-        self, rtc: RTC, places: Places, preemption: Preemption, group: GroupId, tell: Events
+        self, rtc: RTC, places: Places, preemption: Preemption, group: GroupId, tell: EventLog
     ) -> None:
         self.rtc, self.places, self.preemption, self.group, self.tell = rtc, places, preemption, group, tell
         self.sending: dict[int, Holding] = {}

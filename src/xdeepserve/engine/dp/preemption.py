@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 from xdeepserve.engine.deploy.sizes import StepSizes
 from xdeepserve.engine.dp import events
-from xdeepserve.engine.dp.events import Events, GroupId
+from xdeepserve.engine.dp.events import EventLog, GroupId
 from xdeepserve.engine.dp.places import Places
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.sequence import Rank, Sequence
@@ -51,7 +51,7 @@ class Preemption:
         rtc: RTC,
         places: Places,
         group: GroupId,
-        tell: Events,
+        tell: EventLog,
         victim: VictimPolicy = last,
     ) -> None:
         self._victim = victim

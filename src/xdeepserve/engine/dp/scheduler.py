@@ -21,7 +21,7 @@ from typing import Protocol
 
 from xdeepserve.engine.deploy.sizes import StepSizes
 from xdeepserve.engine.dp import events
-from xdeepserve.engine.dp.events import Events, GroupId
+from xdeepserve.engine.dp.events import EventLog, GroupId
 from xdeepserve.engine.dp.handover import Handover
 from xdeepserve.engine.dp.places import IN_TRANSIT, Places
 from xdeepserve.engine.dp.preemption import Preemption, VictimPolicy, last
@@ -81,11 +81,11 @@ class Scheduler:
         rtc: RTC,
         should_load: ShouldLoad | None = None,
         group: GroupId = GroupId(),  # noqa: B008
-        tell: Events | None = None,
+        tell: EventLog | None = None,
         victim: VictimPolicy = last,
     ) -> None:
         self.steps, self.rtc = steps, rtc
-        self.group, self.tell = group, tell or Events()
+        self.group, self.tell = group, tell or EventLog()
         self.places = Places()
         self.prefixes = Prefixes(steps, rtc, should_load)
         self.preemption = Preemption(steps, rtc, self.places, group, self.tell, victim)

@@ -101,11 +101,6 @@ class Sequence:
         return self.params.prompt_cache_key if self.choice == 0 else None
 
     @property
-    def is_dummy(self) -> bool:
-        """Whether this is a DP group's dummy request, with which a TE that has loaded tries itself."""
-        return self.seq_id < 0
-
-    @property
     def rank(self) -> Rank:
         """Position in every queue, by the policy `order`; the least goes first."""
         return self.order(Queued(self.priority, self.seq_id, self.num_prompt, self.max_tokens))

@@ -18,7 +18,7 @@ from bisect import insort
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
-from xdeepserve.engine.dp.events import Booked, Events
+from xdeepserve.engine.dp.events import Booked, EventLog
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.te.te import TE
@@ -33,7 +33,7 @@ class PrefillFirst:
     def __init__(
         self,
         clock: Clock,
-        tell: Events,
+        tell: EventLog,
         dispatch: Dispatch,
         tes: Callable[[], list[TE]],
         hears: Hears | None = None,
@@ -74,7 +74,7 @@ class DecodeFirst(PrefillFirst):
     def __init__(
         self,
         clock: Clock,
-        tell: Events,
+        tell: EventLog,
         dispatch: Dispatch,
         tes: Callable[[], list[TE]],
         hears: Hears | None = None,

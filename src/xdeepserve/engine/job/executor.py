@@ -16,7 +16,7 @@ from xdeepserve.comm.distflow import Completion
 from xdeepserve.engine.deploy.deployment import Role
 from xdeepserve.engine.deploy.policies import ADMISSION
 from xdeepserve.engine.dp import events
-from xdeepserve.engine.dp.events import Event, Events, GroupId
+from xdeepserve.engine.dp.events import Event, EventLog, GroupId, Observed
 from xdeepserve.engine.dp.group import DPGroup, Left, TransferEnded
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.job.admission import PrefillFirst
@@ -61,7 +61,7 @@ def ask_suspects(tes: Iterable[TE]) -> None:
     """Probe suspect TEs, because TEs without work show no sign of life by themselves."""
     for te in tes:
         if te.is_suspect:
-            te.prober.ask_again()
+            te.health.probe_again()
 
 
 class Unplaced:
@@ -109,7 +109,7 @@ class JobExecutor:
     def __init__(
         self,
         pod: Pod,
-        tell: Events,
+        tell: EventLog,
         carriage: Carriage,
         router: Router,
         retry_ns: int = 0,
@@ -133,7 +133,7 @@ class JobExecutor:
 
     def take(self, te: TE) -> None:
         """Take in a running TE: link it with the TEs that it prefills or decodes for, and give it work."""
-        te.dealer.on_turn, te.lifetime.is_open = self.admission.look, True
+        te.te_shell.on_turn, te.lifetime.is_open = self.admission.look, True
         if self._journey is not None:
             self._journey.join(te, is_alone=len(self.tes) == 1)
         self.admission.look()
@@ -185,8 +185,10 @@ class JobExecutor:
         for link in [link for link in self.links if link.tes[1] is te]:
             self._lead_past(link, is_shut=te.moves_out)
 
-    def _act(self, event: Event) -> None:
-        """Act on events from TEs and their DP groups."""
+    def _act(self, event: Observed) -> None:
+        """Act on events of sequences from TEs and their DP groups."""
+        if not isinstance(event, Event):
+            return
         transfer = self.transfers.get(event.seq_id)
         if isinstance(event, events.Prefilled | events.MovedOut | events.Ended):
             self.router.forget(event.seq_id)

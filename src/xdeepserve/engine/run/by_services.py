@@ -102,6 +102,7 @@ class ByServices:
         self.num_layers = len(placed.order)
         self._same = self._replicas()
         self._known: dict[int, KnownServers] = {}  # of each client
+        self._clients: dict[tuple[int, int], ServiceClient] = {}  # by rank and microbatch
         self.seats_outside: SeatsOutside | None = None  # where servers are outside of the pod
         if team.has_servers_outside:
             held = experts_held(placed)
@@ -154,12 +155,22 @@ class ByServices:
             *(rank, microbatch, self._known[rank], self.num_layers, partial(self.replicas, rank), patience),
             *(quantize_rows, self.means),
         )
+        self._clients[rank, microbatch] = client
         return CountedSide(client, self.tallies[microbatch][domain])
 
     def _revive(self, server: int) -> None:
         """Tell all clients to look for a server again, because its link is back."""
         for known in self._known.values():
             known.find(server)
+
+    def late_servers(self) -> list[int]:
+        """List servers that clients leave out because an answer is late."""
+        return sorted({server for client in self._clients.values() for server in client.late()})
+
+    async def look_at_late(self) -> None:
+        """Look again at servers outside of the pod whose answers are late."""
+        for client in self._clients.values():
+            await client.look_at_late()
 
     def expert_program(
         self, index: int, mem: ExpertMemory, threads: Threads, reports: Queue[msgspec.Struct]

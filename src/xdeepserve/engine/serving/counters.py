@@ -1,4 +1,7 @@
-"""Sums of counters over all TEs, including past ones, so that counters never fall."""
+"""Sums of quantities over all TEs, including past ones, so that counters never fall.
+
+What happens, such as a preemption or a rollback, is counted by the log of events (`engine/dp/events.py`).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,6 @@ from xdeepserve.engine.te.te import TE
 class Counters(NamedTuple):
     """Counters of `EngineStats`, as opposed to momentary values."""
 
-    num_preemptions: int
     prefix_cache_queries: int
     prefix_cache_hits: int
     cache_key_queries: int
@@ -25,7 +27,6 @@ class Counters(NamedTuple):
     num_drafted: tuple[int, ...]
     num_accepted: tuple[int, ...]
     num_reconfigurations: int
-    num_recoveries: Counter[str]  # by stage of recovery
 
     @classmethod
     def of(cls, tes: Sequence[TE]) -> Counters:
@@ -34,7 +35,6 @@ class Counters(NamedTuple):
         prefixes, steps = [each.prefixes for each in schedulers], [each.stats for each in schedulers]
         pools = [each.pool for each in schedulers if each.pool is not None]
         return cls(
-            num_preemptions=sum(each.preemption.count for each in schedulers),
             prefix_cache_queries=sum(each.num_queries for each in prefixes),
             prefix_cache_hits=sum(each.num_hits for each in prefixes),
             cache_key_queries=sum(each.num_id_queries for each in prefixes),
@@ -46,7 +46,6 @@ class Counters(NamedTuple):
             num_drafted=summed([each.num_drafted for each in steps]),
             num_accepted=summed([each.num_accepted for each in steps]),
             num_reconfigurations=sum(te.num_reconfigurations for te in tes),
-            num_recoveries=Counter({"3": sum(te.recovery.count for te in tes)}),
         )
 
     def plus(self, other: Counters) -> Counters:

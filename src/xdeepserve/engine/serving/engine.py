@@ -18,7 +18,7 @@ from xdeepserve.engine.balance.heat_map import read_heat_map
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import Role
 from xdeepserve.engine.deploy.policies import ORDER
-from xdeepserve.engine.dp.events import Events, Observer, notify
+from xdeepserve.engine.dp.events import EventLog, Observer, Preempted, notify
 from xdeepserve.engine.dp.group import DPGroup, Left
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.sequence import KeepLogits, OrderPolicy, Sequence
@@ -242,9 +242,10 @@ class Engine:
         return self._group.health() if self._je is not None else []
 
     async def check_health(self) -> list[TEHealth]:
-        """Probe all idle dies, then report the health of every TE."""
+        """Probe all idle dies, look at late expert servers again, then report the health of every TE."""
         if self.is_healthy():
-            await asyncio.gather(*(te.prober.ask_all() for te in self.je.tes))
+            await asyncio.gather(*(te.health.probe_all() for te in self.je.tes))
+            await asyncio.gather(*(te.plan.look_at_late_servers() for te in self.je.tes))
         return self.health()
 
     def observe(self, observer: Observer) -> None:
@@ -282,6 +283,8 @@ class Engine:
             pool={} if self.plan.pool_use is None else self.plan.pool_use.pool.counts(),
             pool_usage={} if self.plan.pool_use is None else self.plan.pool_use.pool.usage(),
             health=tuple(self.health()),
+            num_preemptions=self.je.tell.counts[Preempted],
+            num_recoveries=self._group.recoveries(),
             **counters._asdict(),
         )
 
@@ -486,5 +489,5 @@ def make_executor(plan: PodPlan, observers: list[Observer], hears: Hears | None 
     lengths = None if heat is None else read_answer_lengths(plan.checkpoint.directory)
     router = Router(d.scheduler.job_executors, d.scheduler.route, d.seed, heat, lengths)
     retry_ns = round(1e9 * d.health.probe_s)
-    events, admission = Events(observers), d.scheduler.admission
+    events, admission = EventLog(observers), d.scheduler.admission
     return JobExecutor(plan.pod, events, carriage, router, retry_ns, admission, hears)

@@ -169,13 +169,17 @@ async def serve_dummy(te: TE, timeout_ns: int) -> None:
         waiter.fail(reason)
 
     on_loss, te.on_loss = te.on_loss, fail
+    # The engine's sequences begin at 0.
+    dummies = [Sequence(-1 - group.rank, 0, [0], 1, 1, PARAMS, 0, end) for group in te.groups]
     try:
-        for group in te.groups:
-            seq_id = -1 - group.rank  # the engine's begin at 0
-            group.places.move(Sequence(seq_id, 0, [0], 1, 1, PARAMS, 0, end), "add")
+        for seq, group in zip(dummies, te.groups, strict=True):
+            te.te_shell.adopt(seq, group)
+            group.places.move(seq, "add")
         te.wake()
         await clock.wait(waiter, clock.now + timeout_ns)
         if failures:
             raise failures[0]
     finally:
         te.on_loss = on_loss
+        for seq in dummies:
+            te.te_shell.forget(seq)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from xdeepserve.engine.build import PodPlan
-from xdeepserve.engine.dp.events import FailoverEnded
+from xdeepserve.engine.dp.events import FailoverEnded, TERolledBack
 from xdeepserve.engine.job.executor import JobExecutor, can_serve
 from xdeepserve.engine.recovery.ladder import Loss, Remedies, Remedy, RungName, at_once, climb, reasons
 from xdeepserve.engine.serving.control_plane import ControlPlane
@@ -67,10 +67,13 @@ class TEGroup:
 
     def counters(self) -> Counters:
         """Sum the counters of all TEs, including those that are gone."""
-        now = self._past.plus(Counters.of(self._je.tes))
+        return self._past.plus(Counters.of(self._je.tes))
+
+    def recoveries(self) -> Counter[str]:
+        """Count the recoveries of each stage (XDS 6.2)."""
         restarts = 0 if self._failover is None else self._failover.num_restarts
-        recoveries = now.num_recoveries + Counter({"2": len(self.lost), "1": restarts})
-        return now._replace(num_recoveries=recoveries)
+        rollbacks = self._je.tell.counts[TERolledBack]
+        return Counter({"3": rollbacks, "2": len(self.lost), "1": restarts})
 
     @property
     def is_recovering(self) -> bool:
@@ -124,6 +127,7 @@ class TEGroup:
                 recovering=te.recovery.reason and f"stage 3: {te.recovery.reason}",
                 num_servers=te.members.num_servers,
                 lost_servers=tuple(te.members.lost_servers),
+                suspect_servers=tuple(te.plan.late_servers),
                 links=self._je.links.troubles(te),
             )
             for te in self._running
@@ -411,7 +415,7 @@ class TEGroup:
     def _end_failover(self, error: XDeepServeError | None) -> None:
         """End a failover: waiting sequences are assigned to a TE, or fail if none can serve."""
         self._je.unplaced.is_open = False
-        self._je.tell.show(FailoverEnded(None if error is None else str(error)))
+        self._je.tell(FailoverEnded(None if error is None else str(error)))
         if error is None:
             self._je.place_waiting()
         else:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import msgspec
 
 from xdeepserve.engine.balance.reconfigure import Prefetched, Reconfiguration
-from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.messages import (
     Beat,
@@ -27,7 +26,6 @@ from xdeepserve.engine.recovery.rollback import Rollback
 from xdeepserve.engine.te.heartbeat import Heartbeats
 from xdeepserve.engine.te.life import Lifetime
 from xdeepserve.engine.te.lost_pages import LostPages
-from xdeepserve.engine.te.probe import Prober
 from xdeepserve.errors import DeadlineError
 from xdeepserve.hw.queue import Queue
 
@@ -44,13 +42,12 @@ class Hearing:
         groups: Sequence[DPGroup],
         life: Lifetime,
         health: Heartbeats,
-        prober: Prober,
         recovery: Rollback,
         reconfiguration: Reconfiguration | None,
         lost_pages: LostPages,
     ) -> None:
         self.inbox, self.groups, self._life = inbox, groups, life
-        self._health, self._prober, self._recovery = health, prober, recovery
+        self._health, self._recovery = health, recovery
         self._reconfiguration, self._lost_pages = reconfiguration, lost_pages
         self._tp = len(groups[0].dies)
 
@@ -91,7 +88,7 @@ class Hearing:
                 self._health.hear(group_of(rank, self._tp))
                 self.groups[group_of(rank, self._tp)].note_faults(step_idx, faults)
             case ProbeDone(rank=rank):
-                self._prober.hear(group_of(rank, self._tp))
+                self._health.hear_probe(group_of(rank, self._tp))
             case Beat(name=name, answers=answers, travel_ns=travel_ns):
                 answers.put(name, travel_ns)
             case LoadCollected() | ExpertsLoaded() | Prefetched() if self._reconfiguration is not None:
@@ -102,24 +99,11 @@ class Hearing:
                     self._life.follow("drain")
 
 
-class LayerReports:
-    """Hears of the layers of a TE's dies as they end, and lets their KV go. It runs beside the TE's loop,
-    which waits for the end of the step.
+async def hear_layers(reports: Queue[msgspec.Struct], groups: Sequence[DPGroup]) -> None:
+    """Let the KV of each layer go as soon as dies report its end, until Shutdown is in the queue.
+
+    A process beside the TE's loop, which waits for the end of the step.
     """
-
-    def __init__(
-        self, reports: Queue[msgspec.Struct], groups: Sequence[DPGroup], executors: Sequence[Executor]
-    ) -> None:
-        self._reports, self._groups = reports, groups
-        self._tp = len(groups[0].dies)
-        for executor in executors:
-            executor.layer_reports = reports
-
-    def stop(self) -> None:
-        """End `run` after the reports so far."""
-        self._reports.put(Shutdown())
-
-    async def run(self) -> None:
-        """Pass on every report, until `stop`."""
-        while isinstance(done := await self._reports.get(), LayerDone):
-            self._groups[group_of(done.rank, self._tp)].end_layer(done.step, done.layer)
+    tp = len(groups[0].dies)
+    while isinstance(done := await reports.get(), LayerDone):
+        groups[group_of(done.rank, tp)].end_layer(done.step, done.layer)

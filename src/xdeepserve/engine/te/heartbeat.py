@@ -1,4 +1,4 @@
-"""Heartbeats: the health of a TE's DP groups as its TE-shell knows it, in virtual time (xDeepServe 6.1).
+"""Heartbeats and probes: the health of a TE's DP groups as its TE-shell knows it, in virtual time (XDS 6.1).
 
 This is the second tier; in the first one the control plane asks the shell
 (`engine/serving/control_plane.py`).
@@ -19,7 +19,8 @@ a little before the groups count as lost.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from xdeepserve.engine.deploy.deployment import HealthConfig
@@ -38,29 +39,38 @@ class _Pulse:
     num_due: int = 0
     since_ns: int = 0
     took_ns: int = 0  # the last answer
+    num_probes: int = (
+        0  # answers to probes that are missing; an error code forgives them, and they still come
+    )
 
 
 class Heartbeats:
-    """Tracks the health of a TE's `num_groups` DP groups; `now` reads the clock in ns.
+    """Tracks the health of a TE's DP groups, and probes those that are idle; `now` reads the clock in ns.
 
-    `is_given_up` says which groups the TE goes on without, as its book of members has them.
+    `probes` has a function for each group, which asks all its dies for a sign of life and returns how many
+    it has asked. `is_given_up` says which groups the TE goes on without, as its book of members has them.
     """
 
     def __init__(
         self,
         name: str,
-        num_groups: int,
+        probes: Sequence[Callable[[], int]],
         config: HealthConfig,
         now: Callable[[], int],
         is_given_up: Callable[[GroupRank], bool],
     ) -> None:
-        self.name, self._now, self.is_given_up = name, now, is_given_up
+        self.name, self._probes, self._now, self.is_given_up = name, probes, now, is_given_up
         self.probe_ns, self.suspect_ns, self.lost_ns = (
             round(1e9 * seconds) for seconds in (config.probe_s, config.suspect_s, config.lost_s)
         )
-        self._ranks = tuple(map(GroupRank, range(num_groups)))
+        self._ranks = tuple(map(GroupRank, range(len(probes))))
         self._pulses = [_Pulse() for _ in self._ranks]
         self.shell: Health = "healthy"  # what the control plane knows of the shell itself
+        self.wake: Callable[[], None] = lambda: None  # the TE's loop has another deadline to look at
+        self._answered: asyncio.Event | None = None  # set when no answer to a probe is missing
+        self._is_over = False  # nobody answers any more
+
+    # ---- questions and answers ----------------------------------------------------------------------
 
     def ask(self, group: GroupRank, num_answers: int, delay_ns: int = 0) -> None:
         """Note how many dies of a DP group were asked; the question reaches them after `delay_ns`."""
@@ -77,7 +87,10 @@ class Heartbeats:
 
     def forget(self, group: GroupRank) -> None:
         """Expect no answers of a DP group that has been given up."""
+        had_probes = self._pulses[group].num_probes > 0
         self._pulses[group] = _Pulse()
+        if had_probes:
+            self._release_if_answered()
 
     def notice(self, group: GroupRank) -> None:
         """Note an unasked sign of life: the group still owes its answers, but its silence starts anew."""
@@ -87,6 +100,59 @@ class Heartbeats:
         """Treat all groups as just heard of; answers to earlier questions are no longer owed."""
         for pulse in self._pulses:
             pulse.num_due, pulse.took_ns, pulse.since_ns = 0, 0, self._now()
+
+    # ---- probes -------------------------------------------------------------------------------------
+
+    def probe(self, group: GroupRank) -> None:
+        """Send a probe to all dies of a DP group."""
+        num_dies = self._probes[group]()
+        self.ask(group, num_dies)
+        self._pulses[group].num_probes += num_dies
+
+    def hear_probe(self, group: GroupRank) -> None:
+        """Note an answer to a probe from a die of a DP group."""
+        self.hear(group)
+        self._pulses[group].num_probes = max(0, self._pulses[group].num_probes - 1)
+        self._release_if_answered()
+
+    async def probe_all(self) -> None:
+        """Probe all dies of an idle TE, and wait for the answers or for the TE's end.
+
+        A TE that works hears of its dies anyway.
+        """
+        ranks = [rank for rank in self._ranks if not self.is_given_up(rank)]
+        if self._is_over or any(map(self.is_due, ranks)):
+            return
+        self._answered = asyncio.Event()
+        for rank in ranks:
+            self.probe(rank)
+        self.wake()
+        await self._answered.wait()
+
+    def probe_again(self) -> None:
+        """Probe DP groups not heard of for a while, since they may be well again."""
+        due = [rank for rank in self._ranks if self.wants_probe(rank)]
+        if self._is_over or not due:
+            return
+        for rank in due:
+            self.probe(rank)
+        self.wake()
+
+    def end_probes(self) -> None:
+        """Release callers that wait for answers; nobody answers any more."""
+        self._is_over = True
+        self._release()
+
+    def _release_if_answered(self) -> None:
+        if not any(pulse.num_probes for pulse in self._pulses):
+            self._release()
+
+    def _release(self) -> None:
+        if self._answered is not None:
+            self._answered.set()
+            self._answered = None
+
+    # ---- states -------------------------------------------------------------------------------------
 
     def is_due(self, group: GroupRank) -> bool:
         """Whether a group owes an answer."""

@@ -8,33 +8,25 @@ garbage collector are harmless only where all groups take them in the same step.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from xdeepserve.engine.deploy.deployment import ExecutionConfig
-from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.numbers import StepNo
-from xdeepserve.engine.walk.launcher import Launcher
 from xdeepserve.hw.spec import Spec
 
 GC_PERIOD = 256  # steps between two collections: XDS 4.4, "every few hundred forward passes"
 PREEMPTION_RATE = 0.05  # of the launches of a thread that is not pinned; assumed
 
 
-class Host:
+class Host(NamedTuple):
     """Host side of a TE's steps; delays are functions of the seed, the step and the rank."""
 
-    def __init__(
-        self,
-        config: ExecutionConfig,
-        spec: Spec,
-        executors: Sequence[Executor],
-        num_groups: int,
-        seed: int = 0,
-    ) -> None:
-        self.config, self.spec, self.num_groups, self.seed = config, spec, num_groups, seed
-        for executor in executors:
-            executor.use_launcher(Launcher(executor.die, config))
+    config: ExecutionConfig
+    spec: Spec
+    num_groups: int
+    seed: int = 0
 
     def gap_ns(self) -> int:
         """Return the time in ns for scheduling a step; dies wait meanwhile unless the previous step runs."""

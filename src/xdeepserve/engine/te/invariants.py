@@ -106,7 +106,7 @@ def _given_up(turn: Turn) -> str | None:
 
 def _known(turn: Turn) -> str | None:
     group, expected = turn.group, turn.shell.group_of
-    here = [seq for seq in group.places.sequences() if not (seq.is_finished or seq.is_dummy)]
+    here = [seq for seq in group.places.sequences() if not seq.is_finished]
     strangers = [seq.seq_id for seq in here if expected(seq) is not group]
     return f"sequences {strangers} are in a group to which the shell did not give them" if strangers else None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-from xdeepserve.engine.dp.events import Events, TEChanged
+from xdeepserve.engine.dp.events import EventLog, TEChanged
 from xdeepserve.machine import follow
 
 Life: TypeAlias = Literal[
@@ -32,7 +32,7 @@ LIVES: dict[tuple[Life, str], Life] = {
 class Lifetime:
     """Current state of a TE's life, as its parts read it, and how the TE is to end."""
 
-    def __init__(self, te: str, tell: Events) -> None:
+    def __init__(self, te: str, tell: EventLog) -> None:
         self._te, self._tell = te, tell
         self.now: Life = "planned"
         self.moves_out = False  # sequences that are here go on elsewhere
@@ -48,4 +48,4 @@ class Lifetime:
         """Change the state as LIVES says; raise ProtocolError for a cause that does not apply now."""
         refusal = f"TE {self._te} cannot {cause}: it is {self.now}"
         self.now = follow(LIVES, self.now, cause, lambda: refusal)
-        self._tell.show(TEChanged(self._te, self.now))
+        self._tell(TEChanged(self._te, self.now))

@@ -14,14 +14,13 @@ from xdeepserve.comm.services.server import ServiceServer
 from xdeepserve.engine.balance.reconfigure import Reconfiguration
 from xdeepserve.engine.die.expert_memory import STOP
 from xdeepserve.engine.die.expert_server import ExpertServerProgram
-from xdeepserve.engine.dp.events import ClientLost, Events, ServerHeard, ServerMoved
+from xdeepserve.engine.dp.events import ClientLost, EventLog, ServerHeard, ServerMoved
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.numbers import GroupRank
 from xdeepserve.engine.recovery.rollback import Rollback
 from xdeepserve.engine.recovery.rollback_field import Epochs, RollbackField
 from xdeepserve.engine.te.heartbeat import Heartbeats
 from xdeepserve.engine.te.members import PRESENCE, Act, Listener, Stay
-from xdeepserve.engine.te.probe import Prober
 from xdeepserve.engine.te.server_monitor import ServerMonitor
 from xdeepserve.engine.te.steps_apart import StepsApart
 from xdeepserve.engine.te.steps_together import StepsTogether
@@ -30,10 +29,9 @@ from xdeepserve.engine.te.te_plan import TEPlan
 
 def listeners(
     plan: TEPlan,
-    tell: Events,
+    tell: EventLog,
     groups: Sequence[DPGroup],
     health: Heartbeats,
-    prober: Prober,
     recovery: Rollback,
     balance: Reconfiguration | None,
     monitor: ServerMonitor,
@@ -87,10 +85,10 @@ def listeners(
         scheduler.move_out()
 
     def show_heard(server: Stay) -> None:
-        tell.show(ServerHeard(name, server.seat, server.die, PRESENCE[server.at] is Presence.LOST))
+        tell(ServerHeard(name, server.seat, server.die, PRESENCE[server.at] is Presence.LOST))
 
     def show_moved(server: Stay) -> None:
-        tell.show(ServerMoved(name, server.seat, server.die, server.epoch, is_there=server.is_seated))
+        tell(ServerMoved(name, server.seat, server.die, server.epoch, is_there=server.is_seated))
 
     return {
         "mask": monitor.tell_presence,
@@ -102,7 +100,6 @@ def listeners(
         "doorbell": stop,
         "pod": end_die,
         "heartbeats": lambda client: health.forget(GroupRank(client.seat)),
-        "probes": lambda client: prober.forget(GroupRank(client.seat)),
         "rollback": lambda member: recovery.leave_out(member.die),
         "replicas": take_replicas,
         "holder": move_replicas,
@@ -110,5 +107,5 @@ def listeners(
         "requests": move_requests,
         "show heard": show_heard,
         "show moved": show_moved,
-        "show lost": lambda client: tell.show(ClientLost(name, GroupRank(client.seat), client.die)),
+        "show lost": lambda client: tell(ClientLost(name, GroupRank(client.seat), client.die)),
     }

@@ -12,7 +12,7 @@ Four things are kept apart from the book, because they are not what the host bel
 
     truth                   `pod.lost`, `memories.silent`: in a TE only detectors read it, and move members
     belief of clients       bytes on their dies (`comm/services/known_servers.py`); it may be older, or newer
-    counters of detectors   questions without an answer so far (`server_monitor`, `heartbeat`, `probe`)
+    counters of detectors   questions without an answer so far (`server_monitor`, `heartbeat`)
     servers outside         processes outside of the pod come and go by themselves; the client process hears
 """
 
@@ -86,7 +86,6 @@ Listener: TypeAlias = Literal[
     "doorbell",  # end the program of a server
     "pod",  # note that the die is lost, and end what runs there
     "heartbeats",
-    "probes",
     "rollback",  # wait no longer for the die
     "replicas",  # send no more tokens to the die's replicas
     "holder",  # the seat's replicas are on another die
@@ -112,9 +111,7 @@ HEARS: Final[dict[tuple[MemberKind, Move], tuple[Listener, ...]]] = {
         "mask",
         "show moved",
     ),
-    ("client", "lose"): (
-        *("pod", "heartbeats", "probes", "rollback", "steps", "slots", "requests", "show lost"),
-    ),
+    ("client", "lose"): (*("pod", "heartbeats", "rollback", "steps", "slots", "requests", "show lost"),),
 }
 
 
@@ -123,7 +120,7 @@ class Stay:
     """A die's stay at a seat. `epoch` counts the servers that a seat has had, this one included."""
 
     kind: MemberKind
-    seat: int
+    seat: Seat
     die: int
     at: At
     epoch: int = 1
@@ -154,9 +151,9 @@ class Members:
     def __init__(self, team: Team, num_seats: int, outside: SeatsOutside | None) -> None:
         self.num_seats = num_seats  # for servers that may come and go; 0 if experts are no services
         self._name, self._tp, self._outside = team.sizes.place.name, team.sizes.groups.tp, outside
-        self.clients = [Stay("client", rank, die, "there") for rank, die in enumerate(team.dies)]
-        self._servers = [Stay("server", seat, die, "there") for seat, die in team.expert_at.items()]
-        self._servers += [Stay("server", seat, team.holders.dies[seat], "held") for seat in team.vacant]
+        self.clients = [Stay("client", Seat(rank), die, "there") for rank, die in enumerate(team.dies)]
+        self._servers = [Stay("server", Seat(seat), die, "there") for seat, die in team.expert_at.items()]
+        self._servers += [Stay("server", Seat(seat), team.holders.dies[seat], "held") for seat in team.vacant]
         self._epochs: dict[int, int] = {}  # of seats, where it is not the first
         self._listeners: Mapping[Listener, Act] = {}
 
@@ -179,7 +176,7 @@ class Members:
             if listener in self._listeners:
                 self._listeners[listener](member)
 
-    def call(self, seat: int, die: int) -> Stay:
+    def call(self, seat: Seat, die: int) -> Stay:
         """Enter the heir of a seat: the die that was held for the seat, or another one."""
         for member in self._at_seat(seat):
             if member.at == "held" and member.die == die:
@@ -225,7 +222,7 @@ class Members:
         """Dies that take part in rollbacks: clients, then servers."""
         return [member.die for member in (*self.clients, *self.servers) if member.takes_part]
 
-    def gets_replicas(self, seat: int) -> bool:
+    def gets_replicas(self, seat: Seat) -> bool:
         """Whether a server that takes part is at a seat."""
         server = self.incumbent(seat)
         return server is not None and server.takes_part
@@ -242,29 +239,29 @@ class Members:
         """The server seated on a die."""
         return next((server for server in self.servers if server.die == die), None)
 
-    def incumbent(self, seat: int) -> Stay | None:
+    def incumbent(self, seat: Seat) -> Stay | None:
         """The server that has a seat now."""
         return next((server for server in self._at_seat(seat) if server.is_seated), None)
 
-    def heir(self, seat: int) -> Stay | None:
+    def heir(self, seat: Seat) -> Stay | None:
         """The server on its way to a seat."""
         return next((server for server in self._at_seat(seat) if server.at == "coming"), None)
 
-    def held(self, seat: int) -> Stay | None:
+    def held(self, seat: Seat) -> Stay | None:
         """The die reserved for a vacant seat."""
         return next((server for server in self._at_seat(seat) if server.at == "held"), None)
 
-    def _at_seat(self, seat: int) -> Iterator[Stay]:
+    def _at_seat(self, seat: Seat) -> Iterator[Stay]:
         return (server for server in self._servers if server.seat == seat)
 
-    def presence(self, seat: int) -> Presence:
+    def presence(self, seat: Seat) -> Presence:
         """Return the presence that clients are told for a seat."""
         if self._outside is not None:
             return Presence(self._outside.seats[seat].presence)
         server = self.incumbent(seat)
         return Presence.ABSENT if server is None else PRESENCE[server.at]
 
-    def epoch(self, seat: int) -> int:
+    def epoch(self, seat: Seat) -> int:
         """Count the servers that a seat has had so far."""
         return self._epochs.get(seat, 1) if self._outside is None else self._outside.seats[seat].epoch
 

@@ -32,7 +32,8 @@ class TEHealth(msgspec.Struct, frozen=True, kw_only=True):
     num_rollbacks: int = 0  # times that it has run steps again, kept when it is lost
     recovering: str | None = None  # the stage of recovery that it is at, and why
     num_servers: int = 0  # expert servers, where experts are services
-    lost_servers: tuple[int, ...] = ()  # of these, which clients leave out
+    lost_servers: tuple[int, ...] = ()  # of these, that the monitor does not hear of: clients leave them out
+    suspect_servers: tuple[int, ...] = ()  # that clients leave out because an answer is late
     links: tuple[str, ...] = ()  # that have failed: to which TE, and what became of the latest dummy payload
 
 
@@ -63,6 +64,7 @@ class ServerReport(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int  # how many have been there
     experts: tuple[int, ...]  # routed ones, its copies included
     is_shared: bool
+    is_late: bool = False  # clients leave it out until its late answer comes
 
 
 class TEReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 
 from xdeepserve.comm.services.layout import BELL, SEAT, Presence, ServiceLayout
 from xdeepserve.engine.deploy.deployment import ServiceConfig
+from xdeepserve.engine.numbers import Seat
 from xdeepserve.engine.recovery.ladder import Loss
 from xdeepserve.engine.te.members import PRESENCE, Stay
 from xdeepserve.engine.te.te_plan import TEPlan
@@ -41,7 +42,7 @@ class ServerMonitor:
 
     def start(self) -> None:
         """Tell clients about servers absent from the start."""
-        for seat in range(self._members.num_seats):
+        for seat in map(Seat, range(self._members.num_seats)):
             if self._members.incumbent(seat) is None:
                 self._write_mask(seat, Presence.ABSENT)
 
@@ -158,7 +159,7 @@ class ServerMonitor:
             region = memory.metadata.regions[self._layout.region("seats")]
             memory.write(region.offset + server.seat * SEAT.size, seat)
 
-    def _write_mask(self, seat: int, presence: Presence) -> None:
+    def _write_mask(self, seat: Seat, presence: Presence) -> None:
         assert self._layout is not None
         for client in self._layout.clients:
             memory = self._pod.memory(client)

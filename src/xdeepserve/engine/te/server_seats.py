@@ -49,6 +49,7 @@ class ServerSeats:
     def reports(self) -> list[ServerReport]:
         """Report the state of each seat."""
         sizes, members, found = self._plan.sizes, self._members, []
+        late = self._plan.late_servers
         for seat in map(Seat, range(members.num_seats)):
             heir = members.heir(seat)
             shown = heir or members.incumbent(seat)
@@ -65,6 +66,7 @@ class ServerSeats:
                     epoch=members.epoch(seat),
                     experts=(*experts, *copies),
                     is_shared=sizes.experts.is_shared(seat),
+                    is_late=seat in late,
                 )
             )
         return found
@@ -205,7 +207,7 @@ class ServerSeats:
         missed = self._missed_without(server.seat)
         return f"no other server has {missed}" if missed else None
 
-    def _missed_without(self, seat: int) -> str:
+    def _missed_without(self, seat: Seat) -> str:
         """Name the experts of a seat that no other present server has; empty if there are none."""
         sizes = self._plan.sizes
         others = [

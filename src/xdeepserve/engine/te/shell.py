@@ -2,6 +2,16 @@
 
 It dispatches requests to healthy groups, and triggers EPLB. A request goes to one group, with all its
 choices, which share their prompt there. From then on the group alone handles it.
+
+Prefilled sequences are dealt out at once, and new requests as soon as the groups' statuses are known. Where
+statuses are gathered, an all-gather is the leader's only way to know the groups: it runs in the TE's loop and
+takes virtual time. While the TE moves out no group gets anything.
+
+"It updates the pending request count on dispatch and completion, and collects periodic KV cache stats" (4.3):
+for the choice of a group to decode, the number of a group's sequences is known as it is, and the use of its
+blocks as it was when the group last sent it. Groups send between steps, as soon as the setting's period has
+passed. There is no timer, and a pod without work has nothing to do: the blocks of a group that has no
+sequences are known to be free.
 """
 
 from __future__ import annotations
@@ -16,100 +26,106 @@ import numpy as np
 from xdeepserve.engine.balance.dp import Candidate, DecodePolicy, DispatchPolicy, GroupStatus
 from xdeepserve.engine.balance.trigger import EPLBTrigger
 from xdeepserve.engine.deploy.policies import DECODE, DISPATCH
+from xdeepserve.engine.deploy.sizes import TESettings
 from xdeepserve.engine.dp import events
-from xdeepserve.engine.dp.events import Events
+from xdeepserve.engine.dp.events import EventLog
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sequence import Sequence
+from xdeepserve.engine.messages import Wake
 from xdeepserve.engine.numbers import GroupRank
 from xdeepserve.engine.te.heartbeat import Heartbeats
-from xdeepserve.engine.te.status_gather import Gathered
-
-
-class KVStatuses:
-    """The latest status that each group has sent, for the choice of a group to decode. With a period of 0
-    they are as they are.
-
-    "It updates the pending request count on dispatch and completion, and collects periodic KV cache stats"
-    (xDeepServe 4.3): so the number of a group's sequences is known as it is, and the use of its blocks as it
-    was when the group last sent it. Groups send between steps, as soon as the period has passed. There is no
-    timer, and a pod without work has nothing to do: the blocks of a group that has no sequences are known to
-    be free.
-    """
-
-    def __init__(self, groups: Seq[DPGroup], period_ns: int, now: Callable[[], int]) -> None:
-        self._groups, self._period_ns, self._now = groups, period_ns, now
-        self._sent: dict[GroupRank, tuple[int, GroupStatus]] = {}  # when, and what, by rank
-
-    def collect(self) -> None:
-        """Take new statuses, between steps, from DP groups whose period has passed."""
-        if not self._period_ns:
-            return
-        now = self._now()
-        for group in self._groups:
-            sent = self._sent.get(group.rank)
-            if sent is None or now - sent[0] >= self._period_ns:
-                self._sent[group.rank] = now, group.status()
-
-    def of(self, rank: GroupRank) -> GroupStatus:
-        """Return the status of a DP group: its current number of sequences, and KV usage as last sent."""
-        group, sent = self._groups[rank], self._sent.get(rank)
-        status = group.status()
-        if not self._period_ns or sent is None or not status.num_sequences:
-            return status
-        return msgspec.structs.replace(
-            status,
-            num_used_blocks=sent[1].num_used_blocks,
-            num_reserved_blocks=sent[1].num_reserved_blocks,
-            num_promised_blocks=sent[1].num_promised_blocks,
-        )
+from xdeepserve.engine.te.life import Lifetime
+from xdeepserve.engine.te.status_gather import MAX_REQUESTS, Gathered, StatusGather
+from xdeepserve.hw.queue import Queue
 
 
 class TEShell:
-    """Dispatches requests to DP groups by the policy `dispatch`, and prefilled requests by `decode`.
+    """Dispatches requests to DP groups by the policies of `settings`, and prefilled requests, too.
 
-    The tables DISPATCH and DECODE (`engine/deploy/policies.py`) have their names. A policy deals requests out
-    at the start of a step, or on arrival, then without a look at cached prefixes. New work goes to healthy
-    groups; if there are none, to any that is not lost. `eplb` triggers new replicas of experts, where there
-    are slots for them. `wake` tells a group that it has been given something.
+    A policy deals requests out at the start of a step, or on arrival, then without a look at cached prefixes.
+    New work goes to healthy groups; if there are none, to any that is not lost. `gather` learns the groups'
+    statuses, if an all-gather is needed; the TE's loop is asked for one by its `inbox`. `eplb` triggers new
+    replicas of experts, where there are slots for them. `now` reads the clock in ns.
     """
 
     def __init__(
         self,
         groups: Seq[DPGroup],
         health: Heartbeats,
-        tell: Events,
-        dispatch: str = "collaborative",
-        decode: str = "kv",
-        eplb: EPLBTrigger | None = None,
-        *,
-        statuses: KVStatuses,
-        wake: Callable[[DPGroup], None],
+        life: Lifetime,
+        tell: EventLog,
+        settings: TESettings,
+        now: Callable[[], int],
+        inbox: Queue[msgspec.Struct],
+        gather: StatusGather | None,
+        eplb: EPLBTrigger | None,
     ) -> None:
-        self.eplb, self.tell, self._kv_statuses, self._wake = eplb, tell, statuses, wake
-        self.groups, self.health = groups, health
-        self._assign: DispatchPolicy = DISPATCH.function(dispatch)
-        self._is_on_arrival = DISPATCH.has(dispatch, "on arrival")
-        self._pick: DecodePolicy = DECODE.function(decode)
+        self.groups, self.health, self._life, self.tell, self.eplb = groups, health, life, tell, eplb
+        self._now, self._inbox, self._gather = now, inbox, gather
+        self._assign: DispatchPolicy = DISPATCH.function(settings.dispatch)
+        self._is_on_arrival = DISPATCH.has(settings.dispatch, "on arrival")
+        self._pick: DecodePolicy = DECODE.function(settings.decode)
+        self._status_period_ns = settings.status_period_ns
+        self._sent: dict[GroupRank, tuple[int, GroupStatus]] = {}  # when, and what; with a period alone
         self.pending: deque[list[Sequence]] = deque()  # requests that no group has yet
         self.arrivals: deque[Sequence] = deque()  # prefilled ones that no group has yet
         self._group_of: dict[int, DPGroup] = {}
         self._dispatch_turn = self._decode_turn = 0  # the rank after the one chosen last
+        self._has_called = False  # the TE's loop has been asked for an all-gather
+        self.on_turn: Callable[[], None] = lambda: None  # told before each step: there may be room
+        self.wake: Callable[[DPGroup], None] = lambda group: None  # the group has been given something
+
+    # ---- requests -----------------------------------------------------------------------------------
 
     def dispatch(self, seqs: Seq[Sequence]) -> None:
         """Take a new request, given as the sequences of its choices."""
         self.pending.append(list(seqs))
         if self._is_on_arrival:
             statuses = self._statuses() or [group.status() for group in self.groups]
-            self.deal([*self.pending], [Gathered(status, (0,) * len(self.pending)) for status in statuses])
+            self._deal([*self.pending], [Gathered(status, (0,) * len(self.pending)) for status in statuses])
+
+    def deal(self) -> None:
+        """Deal out waiting work after a group has ended a step or has something new.
+
+        If requests wait for an all-gather, the TE's loop is asked for one; it serves all groups that ask
+        before it begins.
+        """
+        if self._deal_at_once() and self._gather is not None and not self._has_called:
+            self._has_called = True
+            self._inbox.put(Wake())
+
+    async def gather_and_deal(self, check: Callable[[], None]) -> None:
+        """Deal out waiting work from the TE's loop, after an all-gather if requests wait for one.
+
+        `check` then raises the error of lost memory, since the gathered statuses may have been in it.
+        """
+        self._has_called = False
+        requests = self._deal_at_once()[:MAX_REQUESTS]
+        if requests and self._gather is not None:
+            known = await self._gather.run(self.health.open_ranks, [seqs[0] for seqs in requests])
+            check()
+            if not self._life.moves_out:
+                self._deal(requests, known)
+
+    def _deal_at_once(self) -> list[list[Sequence]]:
+        """Deal out whatever needs no all-gather; return the requests waiting for prefill, in order of
+        arrival."""
+        if self._life.moves_out:
+            return []
+        self._assign_arrivals()
+        requests = self._waiting()
+        if requests and self._gather is None:
+            self._deal(requests, self._known(requests))
+        return requests
 
     def _statuses(self) -> list[GroupStatus]:
         return [self.groups[rank].status() for rank in self.health.open_ranks]
 
-    def waiting(self) -> list[list[Sequence]]:
+    def _waiting(self) -> list[list[Sequence]]:
         """Return the requests waiting for prefill, in order of arrival."""
         return sorted(self.pending, key=lambda seqs: seqs[0].rank)
 
-    def known(self, requests: Seq[list[Sequence]]) -> list[Gathered]:
+    def _known(self, requests: Seq[list[Sequence]]) -> list[Gathered]:
         """Return the groups' current statuses and cached tokens, for when asking them costs nothing."""
         groups = [self.groups[rank] for rank in self.health.open_ranks]
         return [
@@ -119,7 +135,7 @@ class TEShell:
             for group in groups
         ]
 
-    def deal(self, requests: Seq[list[Sequence]], known: Seq[Gathered]) -> None:
+    def _deal(self, requests: Seq[list[Sequence]], known: Seq[Gathered]) -> None:
         """Deal waiting requests out to groups, at the start of a step, by the groups' known statuses.
 
         Requests that were aborted meanwhile have no sequences left.
@@ -138,16 +154,18 @@ class TEShell:
         for index, rank in pairs:
             self._give(requests[index], self.groups[rank])
         taken = {id(requests[index]) for index, _ in pairs}
-        self.pending = deque(seqs for seqs in self.waiting() if id(seqs) not in taken)
+        self.pending = deque(seqs for seqs in self._waiting() if id(seqs) not in taken)
+
+    # ---- prefilled sequences ------------------------------------------------------------------------
 
     def receive(self, seq: Sequence) -> None:
         """Take over a prefilled sequence; a group is chosen for it at the start of a step."""
         self.arrivals.append(seq)
 
-    def assign_arrivals(self) -> None:
+    def _assign_arrivals(self) -> None:
         """Give prefilled sequences to groups, in order of arrival, as long as a group has room (decode
         balance)."""
-        self._kv_statuses.collect()
+        self._collect_statuses()
         while self.arrivals:
             seq = self.arrivals[0]
             group = self._pick_decode(seq, seq.num_computed, self._sent_statuses())
@@ -156,11 +174,30 @@ class TEShell:
             self.arrivals.popleft()
             self._group_of[seq.seq_id] = group
             self.tell(events.Given(seq.seq_id, group.id))
-            self._wake(group)
+            self.wake(group)
+
+    def _collect_statuses(self) -> None:
+        """Take new statuses, between steps, from DP groups whose period has passed."""
+        now = self._now()
+        for group in self.groups if self._status_period_ns else ():
+            sent = self._sent.get(group.rank)
+            if sent is None or now - sent[0] >= self._status_period_ns:
+                self._sent[group.rank] = now, group.status()
 
     def _sent_statuses(self) -> list[GroupStatus]:
-        """Return the groups' statuses with KV usage as last sent."""
-        return [self._kv_statuses.of(rank) for rank in self.health.open_ranks]
+        """Return the groups' statuses: current numbers of sequences, and KV usage as last sent."""
+        found = []
+        for rank in self.health.open_ranks:
+            status, sent = self.groups[rank].status(), self._sent.get(rank)
+            if sent is not None and status.num_sequences:
+                status = msgspec.structs.replace(
+                    status,
+                    num_used_blocks=sent[1].num_used_blocks,
+                    num_reserved_blocks=sent[1].num_reserved_blocks,
+                    num_promised_blocks=sent[1].num_promised_blocks,
+                )
+            found.append(status)
+        return found
 
     def _pick_decode(self, seq: Sequence, num_tokens: int, statuses: Seq[GroupStatus]) -> DPGroup | None:
         """Choose the group to decode a sequence of `num_tokens` prefilled tokens; None if all are full."""
@@ -208,7 +245,7 @@ class TEShell:
             self.tell(events.Given(seq.seq_id, group.id))
             group.scheduler.add(seq, leader)
             leader = leader or seq
-        self._wake(group)
+        self.wake(group)
 
     def move_out(self) -> None:
         """Give up all sequences able to go on elsewhere from their tokens alone, between steps."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from xdeepserve.engine.die.experts import ring
 from xdeepserve.engine.dp.group import DPGroup
-from xdeepserve.engine.messages import StepDone
+from xdeepserve.engine.messages import StepDone, Wake
 from xdeepserve.engine.numbers import GroupRank, StepNo
 from xdeepserve.engine.te.members import Members
 from xdeepserve.engine.te.step_set import Loop, StepParts, StepSet
@@ -48,6 +48,10 @@ class StepsTogether:
 
     def stop(self) -> None:
         """Do nothing, since there are no loops to end."""
+
+    def wake_all(self) -> None:
+        """Wake the TE's loop: there is new work, or room for what could not run."""
+        self._parts.hearing.inbox.put(Wake())
 
     async def advance(self, look: Callable[[int], int]) -> bool:
         """Run a step of all groups; return False if there is nothing to do.

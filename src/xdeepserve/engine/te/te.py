@@ -10,25 +10,21 @@ import msgspec
 
 from xdeepserve.engine.die.expert_memory import STOP
 from xdeepserve.engine.die.experts import ExpertProgram, ring
-from xdeepserve.engine.dp.events import Events, TERolledBack
+from xdeepserve.engine.dp.events import EventLog, TERolledBack
 from xdeepserve.engine.messages import Shutdown
 from xdeepserve.engine.numbers import GroupRank, StepNo
 from xdeepserve.engine.recovery.ladder import Loss, Remedies, Remedy, at_once, climb
-from xdeepserve.engine.te.awake import Awake
-from xdeepserve.engine.te.dealer import Dealer
-from xdeepserve.engine.te.hearing import Hearing, LayerReports
+from xdeepserve.engine.te.hearing import Hearing, hear_layers
 from xdeepserve.engine.te.heartbeat import Heartbeats
-from xdeepserve.engine.te.host import Host
 from xdeepserve.engine.te.invariants import check
 from xdeepserve.engine.te.life import Life, Lifetime
 from xdeepserve.engine.te.listeners import listeners
 from xdeepserve.engine.te.lost_pages import LostPages, Mend
 from xdeepserve.engine.te.members import Stay
-from xdeepserve.engine.te.probe import Prober
 from xdeepserve.engine.te.reports import ExpertLoad, expert_loads
 from xdeepserve.engine.te.server_monitor import ServerMonitor
 from xdeepserve.engine.te.server_seats import Bring, ServerSeats
-from xdeepserve.engine.te.shell import KVStatuses, TEShell
+from xdeepserve.engine.te.shell import TEShell
 from xdeepserve.engine.te.step_set import Loop, StepParts
 from xdeepserve.engine.te.steps_apart import StepsApart
 from xdeepserve.engine.te.steps_together import StepsTogether
@@ -49,88 +45,375 @@ class TE:
         plan: TEPlan,
         threads: Threads,
         on_loss: Callable[[TE, Loss], None],
-        tell: Events,
+        tell: EventLog,
         mend: Mend,
     ) -> None:
         pod, name, settings = plan.pod, plan.name, plan.sizes.settings
         self.plan, self.sizes, self.tell, self.on_loss = plan, plan.sizes, tell, on_loss
-        self._clock, self.lifetime = pod.clock, Lifetime(name, tell)
-        # All that the loop waits for comes here: reports, news from outside, the end.
+        self._clock, self.lifetime, self.members = pod.clock, Lifetime(name, tell), plan.members
+        self.processes: list[asyncio.Task[None]] = []
+
+        # DP groups and their dies. All that the TE's loop waits for comes to its inbox: reports, news from
+        # outside, the end. Where groups step apart, each has a loop and an inbox of its own.
         self.inbox = plan.host_queue(plan.dies[0], f"inbox of {name}")
         self.groups = plan.groups(tell)
         inboxes = plan.inboxes(self.groups)
-        self._awake = Awake(self.groups, inboxes, self.inbox)
         inbox_of = inboxes or [self.inbox] * len(self.groups)
-        if plan.make_tier is not None:
-            for group in self.groups:
+        for group in self.groups:
+            group.scheduler.fails_lost = settings.recovery.kv_loss == "fail"
+            if plan.make_tier is not None:
                 group.scheduler.pool = plan.make_tier(group, inbox_of[group.rank].put)
         reports = [inbox_of[group.rank] for group in self.groups for _ in group.dies]
         self.executors = plan.executors(threads, reports)
-        self.members = plan.members
+        self._layers: Queue[msgspec.Struct] = Queue(pod.clock, f"layers of {name}")
+        for executor in self.executors:
+            executor.layer_reports = self._layers
         for server in self.members.servers:
             plan.make_program(server, threads, self.inbox)
         self._lockstep_runs = plan.lockstep_runs(self.executors, self.members.programs, threads.count)
+
+        # What watches them, and what mends them.
         self.health = Heartbeats(
-            *(name, len(self.groups), settings.health, lambda: pod.clock.now, self.members.is_lost)
+            name,
+            [group.probe for group in self.groups],
+            settings.health,
+            lambda: pod.clock.now,
+            self.members.is_lost,
         )
-        self.recovery = plan.rollback()
-        self.prober = Prober(self.groups, self.health, self._awake.wake_all)
-        eplb = plan.eplb_trigger()
-        statuses = KVStatuses(self.groups, settings.status_period_ns, lambda: pod.clock.now)
-        self.te_shell = TEShell(
-            *(self.groups, self.health, tell, settings.dispatch, settings.decode, eplb),
-            statuses=statuses,
-            wake=self._awake.wake,
-        )
-        gather = plan.status_gather(self.groups)
-        self.dealer = Dealer(self.te_shell, self.health, self.lifetime, self.inbox, gather)
-        self.reconfiguration = None if eplb is None else plan.reconfiguration(eplb, self.inbox)
         self.monitor = ServerMonitor(plan)
+        self.recovery = plan.rollback()
+        eplb = plan.eplb_trigger()
+        self.reconfiguration = None if eplb is None else plan.reconfiguration(eplb, self.inbox)
         self.lost_pages = LostPages(plan, self.groups, self.reconfiguration, mend)
-        for group in self.groups:
-            group.scheduler.fails_lost = settings.recovery.kv_loss == "fail"
-        self.host: Host | None = None
-        if settings.execution is not None:  # each TE's delays are its own
-            host_seed = settings.seed + 1_000_003 * plan.dies[0]
-            self.host = Host(settings.execution, plan.spec, self.executors, len(self.groups), host_seed)
         self._hearing = Hearing(
-            *(self.inbox, self.groups, self.lifetime, self.health, self.prober),
+            *(self.inbox, self.groups, self.lifetime, self.health),
             *(self.recovery, self.reconfiguration, self.lost_pages),
         )
+
+        # What they work at, and in which steps.
+        self.te_shell = TEShell(
+            *(self.groups, self.health, self.lifetime, tell, settings, lambda: pod.clock.now),
+            *(self.inbox, plan.status_gather(self.groups), eplb),
+        )
+        is_checked = settings.invariants
         parts = StepParts(
             *(pod.clock, self.groups, self.lifetime, self._hearing),
-            *(self.health, self.recovery, self.reconfiguration, self.host),
-            after_turn=partial(check, self.health, self.te_shell)
-            if settings.invariants
-            else lambda steps: None,
+            *(self.health, self.recovery, self.reconfiguration, plan.host(self.executors)),
+            after_turn=partial(check, self.health, self.te_shell) if is_checked else lambda steps: None,
         )
         self._turns: StepsApart | StepsTogether
-        plans_ahead = plan.sizes.steps.plans_ahead
         if inboxes:
-            self._turns = StepsApart(
-                *(parts, inboxes, self._awake, self.dealer, self.te_shell, self.prober),
-                plans_ahead=plans_ahead,
-            )
+            self._turns = StepsApart(parts, inboxes, self.te_shell, plan.sizes.steps.plans_ahead)
+            self.te_shell.wake = self._turns.wake
         else:
-            self._turns = StepsTogether(parts, self.members, plans_ahead)
+            self._turns = StepsTogether(parts, self.members, plan.sizes.steps.plans_ahead)
+        self.health.wake = self._turns.wake_all
         self.seats = ServerSeats(plan, self.lifetime, self.recovery, self.monitor, self._turns)
+
+        # Who hears of the moves of members, and what the TE itself can do about a loss.
         self.members.listen(
             listeners(
-                *(plan, tell, self.groups, self.health, self.prober, self.recovery),
+                *(plan, tell, self.groups, self.health, self.recovery),
                 *(self.reconfiguration, self.monitor, self._turns),
                 program=lambda server: plan.make_program(server, threads, self.inbox),
                 process=self._start_program,
             )
         )
-        layers: Queue[msgspec.Struct] = Queue(pod.clock, f"layers of {name}")
-        self._layers = LayerReports(layers, self.groups, self.executors)
-        self.processes: list[asyncio.Task[None]] = []
         self.remedies: Remedies = {
             "run again": Remedy(self.recovery.why_not, self._roll_back),
             "mask": Remedy(self.seats.why_not, self.members.miss),
             "go on without": Remedy(self._why_not_without, self._go_on_without),
             "wait": Remedy(lambda _: None, lambda _: None),
         }
+
+    # ---- the loop ------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        """Schedule, run, postprocess; sleep while there is nothing to do."""
+        is_over = False
+        while not is_over:
+            try:
+                is_over = await self._turn()
+            except Exception as error:
+                left = await climb(self._loss_of(error), self.remedies)
+                if left is not None:
+                    self.on_loss(self, left)
+                    return
+
+    async def _turn(self) -> bool:
+        """Take a turn of the loop; return whether it was the last."""
+        self._hearing.check_memory()
+        for group in self.groups:
+            group.poll_transfers()
+        await self.te_shell.gather_and_deal(self._hearing.check_memory)
+        self._hearing.check_memory()
+        if self.moves_out and self._turns.is_idle:
+            self.te_shell.move_out()
+        self.te_shell.on_turn()
+        if not await self._turns.advance(self._look):
+            if self._is_done:
+                return True
+            await self._rest()
+        # Let the front end turn: it streams what came out and takes what came in.
+        await asyncio.sleep(0)
+        return False
+
+    def _look(self, num_steps: int) -> int:
+        """Let the monitor look at servers and clients; return the virtual time (ns) of its next look.
+
+        `num_steps` have been launched so far.
+        """
+        for loss in self.monitor.look(num_steps):
+            self.lose(loss)
+        return self.monitor.next_ns
+
+    async def _rest(self) -> None:
+        """Wait while nothing can run: for the end of a transfer if one is under way, else for any news."""
+        groups = self.groups
+        if self._copying:
+            await self._hearing.hear(self._clock.now + self.health.lost_ns)
+        elif self.te_shell.has_work and not any(g.handover.sending or g.places.reserved for g in groups):
+            raise XDeepServeError(f"{self.plan.name}: there is work, but none of it can run")
+        else:
+            await self._hearing.hear(self.health.deadline_ns)  # of probes, if any are out
+
+    @property
+    def _is_done(self) -> bool:
+        """Whether the loop may end: there is no work, and no sequence or TE still needs this TE's memory."""
+        if self.life != "draining":
+            return False
+        is_wanted = self.plan.num_readers or not self.te_shell.is_empty or self._is_pooling
+        return not self.te_shell.has_work if self.lifetime.ends_idle else not is_wanted
+
+    @property
+    def _is_pooling(self) -> bool:
+        pools = [group.scheduler.pool for group in self.groups]
+        return any(pool is not None and pool.is_moving for pool in pools)
+
+    @property
+    def _copying(self) -> list[GroupRank]:
+        """Groups waiting for a transfer or a copy, and owing no other answer meanwhile."""
+        there = (g for g in self.groups if not self.health.is_given_up(g.rank))
+        moves = (g for g in there if g.places.has_transfers or (g.rtc.is_moving and not g.places.reserved))
+        return [group.rank for group in moves]
+
+    def wake(self) -> None:
+        """Wake the loops: there is new work, or room for work that could not run."""
+        self._turns.wake_all()
+
+    # ---- losses, and what mends them -----------------------------------------------------------------
+
+    def lose(self, loss: Loss) -> None:
+        """Climb the ladder with a loss at once, from wherever it was noticed.
+
+        Losses that the loop mends are raised in the loop instead (`_run`).
+        """
+        left = at_once(climb(loss, self.remedies))
+        if left is not None:
+            self.on_loss(self, left)
+
+    def _fail(self, error: Exception) -> None:
+        """Climb the ladder with an error that has ended one of the TE's processes."""
+        self.lose(Loss("error", self.plan.name, (), error))
+
+    def _loss_of(self, error: Exception) -> Loss:
+        """Return the loss that an error in the loop tells of, with the dies that are suspected."""
+        if isinstance(error, GlitchError):
+            return Loss(
+                "page" if isinstance(error, PageLostError) else "glitch", self.plan.name, (error.die,), error
+            )
+        if not isinstance(error, DeadlineError):
+            return Loss("error", self.plan.name, (), error)
+        silent = self.health.ranks("lost") or self._copying
+        dies = tuple(die.index for rank in silent for die in self.groups[rank].dies)
+        return Loss("silence", self.plan.name, dies, error)
+
+    def foreseen(self, die: int) -> Loss:
+        """Return the loss that would come if one of the TE's dies was lost."""
+        is_server = self.plan.services is not None and self.members.server_on(die) is not None
+        return Loss("server" if is_server else "die", self.plan.name, (die,), None)
+
+    async def _roll_back(self, loss: Loss) -> None:
+        """Run the steps under way again after an error code. Raises an error of the rollback itself."""
+        begun_ns, turns, error = self._clock.now, self._turns, loss.error
+        assert isinstance(error, GlitchError)
+        self._find_lost_servers()
+        first_steps = [turns.oldest(group) for group in self.groups for _ in group.dies]
+        await self.recovery.roll_back(error, first_steps, self._hearing.hear)
+        self.health.forgive()
+        first_step = turns.roll_back()
+        await self.lost_pages.mend()
+        self.recovery.resume(first_step)
+        self.tell(TERolledBack(self.plan.name, self.recovery.epoch, str(error), begun_ns))
+        await turns.run_again()
+
+    def lose_page(self, error: PageLostError) -> None:
+        """Note a page of memory that a die has lost, at the moment at which its driver says so.
+
+        No step is planned and no result is taken until the page is restored; steps that may have read it are
+        rolled back. A lost page of metadata ends the TE.
+        """
+        plan = self.plan
+        plan.num_lost_pages += 1
+        if self.life == "loading":  # as a memory that is new; `mend` brings weights that were there already
+            plan.pod.memory(error.die).buffer[error.offset : error.stop] = bytes(error.nbytes)
+            self.lost_pages.note(error)
+            return  # no step runs that would have to be called back
+        if self.lost_pages.is_fatal(plan.pod.memories.plans[error.die], error.offset):
+            self.lose(Loss("metadata", plan.name, (error.die,), error))
+            return
+        self.lost_pages.note(error)
+        for executor in self.executors:
+            if executor.die.index == error.die:
+                executor.refuse()
+        self.wake()
+
+    def _why_not_without(self, loss: Loss) -> str | None:
+        """Explain why the TE cannot go on without the clients on the dies of a loss; None if it can."""
+        name, num_lost = self.plan.name, len(self.members.those_of(loss))
+        if not self.plan.can_miss_clients:
+            return f"the dies of {name} are no clients of expert servers, each on its own"
+        if not num_lost:
+            return "the loss is of no client that was still there"
+        if not self.lifetime.is_open or self.life != "ready":
+            return f"{name} is {self.life}, and gives no requests to other clients"
+        if len(self.groups) - len(self.members.lost_clients) <= num_lost:
+            return f"{name} would have no client left"
+        return None
+
+    def _go_on_without(self, loss: Loss) -> None:
+        """Go on without the clients of a loss, and let the loops look for work."""
+        if self.recovery.phase != "serving":
+            return  # the rollback waits for all dies, and names those that do not answer
+        self.members.lose(loss)
+        self.wake()
+
+    def _find_lost_servers(self) -> None:
+        """Mask expert servers whose memory is silent, before anything would wait for them."""
+        for loss in self.monitor.find_lost():
+            self.lose(loss)
+
+    # ---- expert servers that come and go -------------------------------------------------------------
+
+    async def join_server(self, wanted: int | None, bring: Bring) -> int:
+        """Bring an expert server, from within a process, as `ServerSeats.join` does."""
+        if self.life == "ready":
+            self._find_lost_servers()
+        return await self.seats.join(wanted, bring)
+
+    async def leave_server(self, number: int) -> None:
+        """Remove an expert server, from within a process, as `ServerSeats.leave` does."""
+        if self.life == "ready":
+            self._find_lost_servers()
+        await self.seats.leave(number)
+
+    def _start_program(self, server: Stay) -> None:
+        """Start the program of an expert die."""
+        program = server.program
+        assert program is not None
+        self.processes.append(program.die.detach(program.run(), "experts", self._fail))
+
+    # ---- life ----------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Spawn the die programs and the loops."""
+        self.lifetime.follow("start")
+        for executor in self.executors:
+            run = executor.die.detach(executor.run(), f"executor {executor.rank}", self._fail)
+            self.processes.append(run)
+        for server in self.members.servers:
+            self._start_program(server)
+        self.monitor.start()
+        name = self.plan.name
+        loops: list[tuple[str, Loop]] = [(name, self._run), *self._turns.loops()]
+        if self.sizes.kv.sends_layers:
+            loops.append((f"layers of {name}", partial(hear_layers, self._layers, self.groups)))
+        spawned = [self._clock.detach(loop(), each, self._fail) for each, loop in loops]
+        self._loop = spawned[0]
+        self.processes += spawned
+
+    def load(self) -> None:
+        """Note the start of loading: the TE's weights are on their way."""
+        self.lifetime.follow("load")
+
+    def drain(self, moves_out: bool) -> None:
+        """Take no new work; finish the current work or, if `moves_out`, let it go on elsewhere."""
+        self.lifetime.follow("drain")
+        self.lifetime.moves_out = moves_out
+        self.wake()
+
+    async def leave(self) -> None:
+        """End every task of a draining TE, from within a process, and give dies and memory back.
+
+        On return the TE is gone, or lost.
+        """
+        await self._clock.until_ended(self._loop)
+        if self.life == "draining":
+            self._shut_down()
+            for process in self.processes:
+                await self._clock.until_ended(process)
+        if self.life == "draining":
+            self._end_life()
+            self.plan.release()
+
+    def give_up(self) -> None:
+        """End a task executor after its weights could not be loaded."""
+        self._end_life()
+
+    async def stop(self) -> None:
+        """End every process of the TE, when no request is left."""
+        if self.life in ("planned", "loading", "gone"):
+            return
+        self._shut_down()
+        _, late = await asyncio.wait(self.processes, timeout=10)
+        for process in late:
+            process.cancel()
+        await asyncio.gather(*self.processes, return_exceptions=True)
+        self._end_life()
+
+    def _shut_down(self) -> None:
+        """Tell every process to end when it has nothing to do."""
+        self.health.end_probes()
+        if self.reconfiguration is not None:
+            self.reconfiguration.stop()
+        self.inbox.put(Shutdown())
+        self._turns.stop()
+        self._layers.put(Shutdown())
+        for executor in self.executors:
+            executor.die.put(Shutdown())
+        ring(self.members.programs, STOP)
+
+    def _end_life(self) -> None:
+        self.lifetime.follow("stop")
+        self.close()
+
+    def close(self) -> None:
+        """End the computer's threads that ran steps in lockstep."""
+        for run in self._lockstep_runs:
+            run.close()
+
+    def kill(self) -> None:
+        """End every process of a TE that is lost, at once and without waiting."""
+        if self.life == "gone":
+            return  # without a task, and its dies may be another's
+        if self.is_running:
+            self.lifetime.follow("lose")
+        self.health.end_probes()
+        if self.reconfiguration is not None:
+            self.reconfiguration.stop()
+        dies = (self.plan.pod.dies[die] for die in self.plan.every_die)
+        for process in dict.fromkeys([*self.processes, *(each for die in dies for each in die.running)]):
+            if process is not asyncio.current_task():
+                process.cancel()
+
+    def check_integrity(self) -> None:
+        """Check the invariants of all DP groups, and that dies sharing weights hold the same ones."""
+        for steps in self._turns.sets:
+            check(self.health, self.te_shell, steps)
+        for run in self._lockstep_runs:
+            run.check_integrity()
+
+    # ---- questions -----------------------------------------------------------------------------------
 
     @property
     def life(self) -> Life:
@@ -146,6 +429,11 @@ class TE:
     def is_running(self) -> bool:
         """Whether the die programs and the loop run."""
         return self.lifetime.is_running
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether no group is healthy, or the shell is silent."""
+        return self.health.shell != "healthy" or not self.health.ranks("healthy")
 
     @property
     def step_idx(self) -> int:
@@ -190,295 +478,7 @@ class TE:
         """Number of times the replicas of experts have changed."""
         return 0 if self.reconfiguration is None else self.reconfiguration.num_done
 
-    # ---- life ---------------------------------------------------------------------------------------
-
-    def start(self) -> None:
-        """Spawn the die programs and the loops."""
-        self.lifetime.follow("start")
-        for executor in self.executors:
-            run = executor.die.detach(executor.run(), f"executor {executor.rank}", self._fail)
-            self.processes.append(run)
-        for server in self.members.servers:
-            self._start_program(server)
-        self.monitor.start()
-        name = self.plan.name
-        loops: list[tuple[str, Loop]] = [(name, self._run), *self._turns.loops()]
-        if self.sizes.kv.sends_layers:
-            loops.append((f"layers of {name}", self._layers.run))
-        spawned = [self._clock.detach(loop(), each, self._fail) for each, loop in loops]
-        self._loop = spawned[0]
-        self.processes += spawned
-
-    def _fail(self, error: Exception) -> None:
-        """Climb the ladder with an error that has ended one of the TE's processes."""
-        self.lose(Loss("error", self.plan.name, (), error))
-
-    def lose(self, loss: Loss) -> None:
-        """Climb the ladder with a loss at once, from wherever it was noticed.
-
-        Losses that the loop mends are raised in the loop instead (`_run`).
-        """
-        left = at_once(climb(loss, self.remedies))
-        if left is not None:
-            self.on_loss(self, left)
-
-    def foreseen(self, die: int) -> Loss:
-        """Return the loss that would come if one of the TE's dies was lost."""
-        is_server = self.plan.services is not None and self.members.server_on(die) is not None
-        return Loss("server" if is_server else "die", self.plan.name, (die,), None)
-
-    def _find_lost_servers(self) -> None:
-        """Mask expert servers whose memory is silent, before anything would wait for them."""
-        for loss in self.monitor.find_lost():
-            self.lose(loss)
-
-    async def join_server(self, wanted: int | None, bring: Bring) -> int:
-        """Bring an expert server, from within a process, as `ServerSeats.join` does."""
-        if self.life == "ready":
-            self._find_lost_servers()
-        return await self.seats.join(wanted, bring)
-
-    async def leave_server(self, number: int) -> None:
-        """Remove an expert server, from within a process, as `ServerSeats.leave` does."""
-        if self.life == "ready":
-            self._find_lost_servers()
-        await self.seats.leave(number)
-
     @property
     def expert_programs(self) -> list[ExpertProgram]:
         """Programs of the dies that have experts alone."""
         return self.members.programs
-
-    def _start_program(self, server: Stay) -> None:
-        """Start the program of an expert die."""
-        program = server.program
-        assert program is not None
-        self.processes.append(program.die.detach(program.run(), "experts", self._fail))
-
-    def lose_page(self, error: PageLostError) -> None:
-        """Note a page of memory that a die has lost, at the moment at which its driver says so.
-
-        No step is planned and no result is taken until the page is restored; steps that may have read it are
-        rolled back. A lost page of metadata ends the TE.
-        """
-        plan = self.plan
-        plan.num_lost_pages += 1
-        if self.life == "loading":  # as a memory that is new; `mend` brings weights that were there already
-            plan.pod.memory(error.die).buffer[error.offset : error.stop] = bytes(error.nbytes)
-            self.lost_pages.note(error)
-            return  # no step runs that would have to be called back
-        if self.lost_pages.is_fatal(plan.pod.memories.plans[error.die], error.offset):
-            self.lose(Loss("metadata", plan.name, (error.die,), error))
-            return
-        self.lost_pages.note(error)
-        for executor in self.executors:
-            if executor.die.index == error.die:
-                executor.refuse()
-        self.wake()
-
-    def load(self) -> None:
-        """Note the start of loading: the TE's weights are on their way."""
-        self.lifetime.follow("load")
-
-    def drain(self, moves_out: bool) -> None:
-        """Take no new work; finish the current work or, if `moves_out`, let it go on elsewhere."""
-        self.lifetime.follow("drain")
-        self.lifetime.moves_out = moves_out
-        self.wake()
-
-    async def leave(self) -> None:
-        """End every task of a draining TE, from within a process, and give dies and memory back.
-
-        On return the TE is gone, or lost.
-        """
-        await self._clock.until_ended(self._loop)
-        if self.life == "draining":
-            self._shut_down()
-            for process in self.processes:
-                await self._clock.until_ended(process)
-        if self.life == "draining":
-            self._end_life()
-            self.plan.release()
-
-    def give_up(self) -> None:
-        """End a task executor after its weights could not be loaded."""
-        self._end_life()
-
-    async def stop(self) -> None:
-        """End every process of the TE, when no request is left."""
-        if self.life in ("planned", "loading", "gone"):
-            return
-        self._shut_down()
-        _, late = await asyncio.wait(self.processes, timeout=10)
-        for process in late:
-            process.cancel()
-        await asyncio.gather(*self.processes, return_exceptions=True)
-        self._end_life()
-
-    def _shut_down(self) -> None:
-        """Tell every process to end when it has nothing to do."""
-        self.prober.end()
-        if self.reconfiguration is not None:
-            self.reconfiguration.stop()
-        self.inbox.put(Shutdown())
-        self._turns.stop()
-        self._layers.stop()
-        for executor in self.executors:
-            executor.die.put(Shutdown())
-        ring(self.members.programs, STOP)
-
-    def _end_life(self) -> None:
-        self.lifetime.follow("stop")
-        self.close()
-
-    def close(self) -> None:
-        """End the computer's threads that ran steps in lockstep."""
-        for run in self._lockstep_runs:
-            run.close()
-
-    def kill(self) -> None:
-        """End every process of a TE that is lost, at once and without waiting."""
-        if self.life == "gone":
-            return  # without a task, and its dies may be another's
-        if self.is_running:
-            self.lifetime.follow("lose")
-        self.prober.end()
-        if self.reconfiguration is not None:
-            self.reconfiguration.stop()
-        dies = (self.plan.pod.dies[die] for die in self.plan.every_die)
-        for process in dict.fromkeys([*self.processes, *(each for die in dies for each in die.running)]):
-            if process is not asyncio.current_task():
-                process.cancel()
-
-    @property
-    def is_suspect(self) -> bool:
-        """Whether no group is healthy, or the shell is silent."""
-        return self.health.shell != "healthy" or not self.health.ranks("healthy")
-
-    def wake(self) -> None:
-        """Wake the loops: there is new work, or room for work that could not run."""
-        self._awake.wake_all()
-
-    # ---- the loop -----------------------------------------------------------------------------------
-
-    async def _run(self) -> None:
-        """Schedule, run, postprocess; sleep while there is nothing to do."""
-        is_over = False
-        while not is_over:
-            try:
-                is_over = await self._turn()
-            except Exception as error:
-                left = await climb(self._loss_of(error), self.remedies)
-                if left is not None:
-                    self.on_loss(self, left)
-                    return
-
-    def _loss_of(self, error: Exception) -> Loss:
-        """Return the loss that an error in the loop tells of, with the dies that are suspected."""
-        if isinstance(error, GlitchError):
-            return Loss(
-                "page" if isinstance(error, PageLostError) else "glitch", self.plan.name, (error.die,), error
-            )
-        if not isinstance(error, DeadlineError):
-            return Loss("error", self.plan.name, (), error)
-        silent = self.health.ranks("lost") or self._copying
-        dies = tuple(die.index for rank in silent for die in self.groups[rank].dies)
-        return Loss("silence", self.plan.name, dies, error)
-
-    def _why_not_without(self, loss: Loss) -> str | None:
-        """Explain why the TE cannot go on without the clients on the dies of a loss; None if it can."""
-        name, num_lost = self.plan.name, len(self.members.those_of(loss))
-        if not self.plan.can_miss_clients:
-            return f"the dies of {name} are no clients of expert servers, each on its own"
-        if not num_lost:
-            return "the loss is of no client that was still there"
-        if not self.lifetime.is_open or self.life != "ready":
-            return f"{name} is {self.life}, and gives no requests to other clients"
-        if len(self.groups) - len(self.members.lost_clients) <= num_lost:
-            return f"{name} would have no client left"
-        return None
-
-    def _go_on_without(self, loss: Loss) -> None:
-        """Go on without the clients of a loss, and let the loops look for work."""
-        if self.recovery.phase != "serving":
-            return  # the rollback waits for all dies, and names those that do not answer
-        self.members.lose(loss)
-        self.wake()
-
-    async def _turn(self) -> bool:
-        """Take a turn of the loop; return whether it was the last."""
-        self._hearing.check_memory()
-        for group in self.groups:
-            group.poll_transfers()
-        await self.dealer.assign(self._hearing.check_memory)
-        self._hearing.check_memory()
-        if self.moves_out and self._turns.is_idle:
-            self.te_shell.move_out()
-        self.dealer.on_turn()
-        if not await self._turns.advance(self._look):
-            if self._is_done:
-                return True
-            await self._rest()
-        # Let the front end turn: it streams what came out and takes what came in.
-        await asyncio.sleep(0)
-        return False
-
-    def _look(self, num_steps: int) -> int:
-        """Let the monitor look at servers and clients; return the virtual time (ns) of its next look.
-
-        `num_steps` have been launched so far.
-        """
-        for loss in self.monitor.look(num_steps):
-            self.lose(loss)
-        return self.monitor.next_ns
-
-    async def _roll_back(self, loss: Loss) -> None:
-        """Run the steps under way again after an error code. Raises an error of the rollback itself."""
-        begun_ns, turns, error = self._clock.now, self._turns, loss.error
-        assert isinstance(error, GlitchError)
-        self._find_lost_servers()
-        first_steps = [turns.oldest(group) for group in self.groups for _ in group.dies]
-        await self.recovery.roll_back(error, first_steps, self._hearing.hear)
-        self.health.forgive()
-        first_step = turns.roll_back()
-        await self.lost_pages.mend()
-        self.recovery.resume(first_step)
-        self.tell.show(TERolledBack(self.plan.name, self.recovery.epoch, str(error), begun_ns))
-        await turns.run_again()
-
-    @property
-    def _is_done(self) -> bool:
-        """Whether the loop may end: there is no work, and no sequence or TE still needs this TE's memory."""
-        if self.life != "draining":
-            return False
-        is_wanted = self.plan.num_readers or not self.te_shell.is_empty or self._is_pooling
-        return not self.te_shell.has_work if self.lifetime.ends_idle else not is_wanted
-
-    @property
-    def _is_pooling(self) -> bool:
-        pools = [group.scheduler.pool for group in self.groups]
-        return any(pool is not None and pool.is_moving for pool in pools)
-
-    @property
-    def _copying(self) -> list[GroupRank]:
-        """Groups waiting for a transfer or a copy, and owing no other answer meanwhile."""
-        there = (g for g in self.groups if not self.health.is_given_up(g.rank))
-        moves = (g for g in there if g.places.has_transfers or (g.rtc.is_moving and not g.places.reserved))
-        return [group.rank for group in moves]
-
-    async def _rest(self) -> None:
-        """Wait while nothing can run: for the end of a transfer if one is under way, else for any news."""
-        groups = self.groups
-        if self._copying:
-            await self._hearing.hear(self._clock.now + self.health.lost_ns)
-        elif self.te_shell.has_work and not any(g.handover.sending or g.places.reserved for g in groups):
-            raise XDeepServeError(f"{self.plan.name}: there is work, but none of it can run")
-        else:
-            await self._hearing.hear(self.health.deadline_ns)  # of probes, if any are out
-
-    def check_integrity(self) -> None:
-        """Check the invariants of all DP groups, and that dies sharing weights hold the same ones."""
-        for steps in self._turns.sets:
-            check(self.health, self.te_shell, steps)
-        for run in self._lockstep_runs:
-            run.check_integrity()

@@ -18,18 +18,21 @@ from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.die.shape_memory import ShapeMemory
-from xdeepserve.engine.dp.events import Events, GroupId
+from xdeepserve.engine.dp.events import EventLog, GroupId
 from xdeepserve.engine.dp.group import DPGroup, GivesWay
 from xdeepserve.engine.dp.prefixes import ShouldLoad
 from xdeepserve.engine.dp.scheduler import PrefixTier
 from xdeepserve.engine.messages import CopyDone, PoolReady, StepFailed
-from xdeepserve.engine.numbers import GroupRank
+from xdeepserve.engine.numbers import GroupRank, Seat
 from xdeepserve.engine.recovery.rollback import Rollback
 from xdeepserve.engine.recovery.rollback_field import plan_rollback_field
+from xdeepserve.engine.run.by_services import ByServices
 from xdeepserve.engine.run.executors import executor
 from xdeepserve.engine.run.wiring import ByteWiring, Wiring
+from xdeepserve.engine.te.host import Host
 from xdeepserve.engine.te.members import Members, Stay
 from xdeepserve.engine.te.status_gather import StatusGather, plan_statuses
+from xdeepserve.engine.walk.launcher import Launcher
 from xdeepserve.errors import OutOfMemoryError
 from xdeepserve.hw.memory import Area
 from xdeepserve.hw.queue import HostQueue, Queue
@@ -170,6 +173,21 @@ class TEPlan:
             if holder is not None:
                 free_host_of(holder)
 
+    @property
+    def _by_services(self) -> ByServices | None:
+        away = self.wiring.away if isinstance(self.wiring, ByteWiring) else None
+        return away if isinstance(away, ByServices) else None
+
+    @property
+    def late_servers(self) -> list[int]:
+        """Seats of expert servers that clients leave out because an answer is late."""
+        return [] if self._by_services is None else self._by_services.late_servers()
+
+    async def look_at_late_servers(self) -> None:
+        """Look whether late expert servers in processes of their own have answered."""
+        if self._by_services is not None:
+            await self._by_services.look_at_late()
+
     def plan_server(self, number: int, die: int) -> ExpertMemory:
         """Plan and materialise the memory of an expert server that joins at seat `number`.
 
@@ -216,7 +234,7 @@ class TEPlan:
             *((server.die, server.mem) for server in self.members.servers if server.mem is not None),
         ]
 
-    def groups(self, tell: Events) -> list[DPGroup]:
+    def groups(self, tell: EventLog) -> list[DPGroup]:
         """Create the DP groups, each on neighbours among the dies."""
         all_ranks, should_load, settings = self.team.group_ranks, self.should_load(), self.sizes.settings
         gives_way = GivesWay(VICTIM.function(settings.victim), EVICTION.function(settings.eviction))
@@ -249,6 +267,17 @@ class TEPlan:
             executor(self.wiring, rank, mem, threads, queue)
             for rank, mem, queue in zip(self.team.ranks, self.memories, reports, strict=True)
         ]
+
+    def host(self, executors: Sequence[Executor]) -> Host | None:
+        """Create the host's delays, and its launchers of the programs of dies; None for a host that costs
+        nothing."""
+        execution = self.sizes.settings.execution
+        if execution is None:
+            return None
+        for each in executors:
+            each.use_launcher(Launcher(each.die, execution))
+        seed = self.sizes.settings.seed + 1_000_003 * self.dies[0]  # each TE's delays are its own
+        return Host(execution, self.spec, len(self.team.group_ranks), seed)
 
     def make_program(self, server: Stay, threads: Threads, reports: Queue[msgspec.Struct]) -> None:
         """Create the program of an expert die."""
@@ -287,7 +316,7 @@ class TEPlan:
         gets_replicas = self.members.gets_replicas
         return Reconfiguration(
             *(self.pod, self.sizes.experts, gates, holders, storage, trigger, reports),
-            is_out=lambda holder: self.services is not None and not gets_replicas(holder),
+            is_out=lambda holder: self.services is not None and not gets_replicas(Seat(holder)),
         )
 
     def rollback(self) -> Rollback:
