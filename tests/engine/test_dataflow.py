@@ -39,7 +39,7 @@ def run(
 once = cache(run)  # for tests that change nothing in the program
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("precision", ["int8", "fp32"])
 @pytest.mark.parametrize(("number", "shape"), [*enumerate(SHAPES)])
 def test_same_bits_as_with_barriers(precision: str, number: int, shape: tuple[int, ...]) -> None:
@@ -49,7 +49,7 @@ def test_same_bits_as_with_barriers(precision: str, number: int, shape: tuple[in
         assert once(precision, shape, "dataflow=true", f"mtp={mtp}")[0] == expected
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_groups_that_plan_ahead(shape: tuple[int, ...]) -> None:
     """Each hides its host's gap behind its step; the bits are the same."""
@@ -78,7 +78,7 @@ def test_stragglers_hold_up_themselves_alone() -> None:
     assert sum(alone) < 0.7 * sum(waits)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("shape", "late_rank"),
     [
