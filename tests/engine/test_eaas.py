@@ -239,7 +239,7 @@ def test_whoever_is_slow(fault: Fault) -> None:
         assert found.digest == expected("int8")
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("seed", range(8))
 def test_random_faults_of_servers(seed: int) -> None:
     """Two servers with routed experts and one with the shared one; each expert is on three."""

@@ -58,7 +58,7 @@ CASES = [
 ]
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(("number", "first_position"), CASES)
 def test_a_row_that_fails_ends_its_request_alone(
     tiny: TinyCheckpoint, number: int, first_position: int, monkeypatch: pytest.MonkeyPatch

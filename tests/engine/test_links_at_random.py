@@ -67,7 +67,7 @@ def params(index: int) -> SamplingParams:
     )
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("transfer", ["request", "layer"])
 @pytest.mark.parametrize("pod", range(len(PODS)))
 async def test_right_tokens_or_an_error_and_nothing_is_left(

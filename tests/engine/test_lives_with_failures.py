@@ -253,7 +253,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-@pytest.mark.thin(11)
+@pytest.mark.thin(6)
 @pytest.mark.parametrize("seed", range(33))
 def test_every_request_ends_though_tes_fail(
     tiny: TinyCheckpoint, reference: LLM, mixed: str, seed: int

@@ -155,7 +155,7 @@ def test_who_takes_the_place_of_a_slow_one_is_asked_alone() -> None:
     assert FIRST_SERVER not in found.holders, "its die is free"
 
 
-@pytest.mark.thin(8)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("seed", range(8))
 def test_lives_at_random(seed: int) -> None:
     """Servers are lost, slow, replaced, come and leave while steps are run again; each expert is on three."""
