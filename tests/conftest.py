@@ -1,3 +1,4 @@
+import functools
 import math
 import os
 import time
@@ -6,13 +7,14 @@ import time
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from tests import long_tests
+from xdeepserve.model import presets, seeded
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.presets import TinyCheckpoint, resolve_model
 
@@ -97,6 +99,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     os.environ["XDEEPSERVE_INVARIANTS"] = "0" if item.get_closest_marker("idle") else "1"
     if time.monotonic() > item.config.stash[ENDS_AT]:
         pytest.skip("time is up")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _tensors_of_seeds_are_computed_once() -> Iterator[None]:
+    """A worker's tests build some thousand engines of the same few seeded models."""
+    compute = functools.lru_cache(4096)(seeded.normal_tensor)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (seeded, presets):
+            patch.setattr(module, "normal_tensor", lambda *what, **how: compute(*what, **how).copy())
+        yield
 
 
 @pytest.fixture(scope="session")

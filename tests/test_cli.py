@@ -16,9 +16,10 @@ from xdeepserve.cli import main
 from xdeepserve.cli.options import note_tokenizer
 from xdeepserve.engine.deploy.settings import settings
 from xdeepserve.model.checkpoint import SINGLE_FILE
-from xdeepserve.model.presets import PRESET_DIRECTORY
+from xdeepserve.model.presets import PRESET_DIRECTORY, resolve_model
 from xdeepserve.model.tokenizer import load_tokenizer
-from xdeepserve.verify.matrix import MatrixRow
+from xdeepserve.verify.matrix import MatrixRow, cases
+from xdeepserve.verify.outputs import run_case
 
 
 def run(*args: str, code: int = 0) -> subprocess.CompletedProcess[str]:
@@ -213,7 +214,11 @@ def test_verify_json_and_its_exit_code(
     assert json.loads(capsys.readouterr().out)["bit_exact"] is False
 
 
-def test_verify_in_a_hurry(capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_in_a_hurry(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which rows there are; what `verify --quick` finds, the documents' tests look at."""
+    (case, *_) = cases(resolve_model("tiny-random").config)
+    served = run_case(resolve_model("tiny-random"), "int8", case)
+    monkeypatch.setattr("xdeepserve.verify.matrix.run_case", lambda *_: served)
     args = [
         "verify",
         "--quick",

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.sources import SRC, tree_of
+
 ROOT = Path(__file__).parent.parent
 ENTRY = re.compile(r"- \*\*(.+?)\*\*: .+\.")
 LINES = (ROOT / "docs" / "glossary.md").read_text().splitlines()
@@ -32,7 +34,7 @@ NEEDED = (
 
 
 def classes() -> set[str]:
-    trees = [ast.parse(path.read_text()) for path in (ROOT / "src").rglob("*.py")]
+    trees = [tree_of(path) for path in SRC.rglob("*.py")]
     return {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
 
 

@@ -1,5 +1,7 @@
 """FlowServe's choices win over their baselines, on workloads small enough for a test."""
 
+import functools
+
 import pytest
 
 from xdeepserve.bench import acceptance, engine, pd
@@ -41,9 +43,14 @@ def test_real_acceptance_foretells_tokens_per_step() -> None:
     assert p1 > p2 > 0
 
 
+@functools.cache
+def handed_over() -> dict[str, float]:
+    return values(pd.rows(engine.with_layers(8)))
+
+
 def test_by_layer_the_first_decode_step_of_a_long_prompt_begins_earlier() -> None:
     """On a part of the layers, of which all but the last have been sent when prefill ends."""
-    found = values(pd.rows(engine.with_layers(8)))
+    found = handed_over()
     for fabric in pd.FABRICS:
         request, layer = (found[f"pd/{fabric}/{way}/handoff"] for way in pd.WAYS)
         assert layer < request
@@ -56,7 +63,7 @@ def test_by_layer_the_first_decode_step_of_a_long_prompt_begins_earlier() -> Non
 
 def test_kernels_that_send_and_receive_are_as_fast_as_dma() -> None:
     """Both fill the die's UB port; a DMA copy of scattered blocks issues each, a message streams them."""
-    found = values(pd.rows(engine.with_layers(8)))
+    found = handed_over()
     request, layer = (found[f"pd/send-receive/{way}/handoff"] for way in pd.WAYS)
     assert layer < request
     assert found["pd/gain/send-receive/handoff"] == pytest.approx(request / layer)

@@ -46,7 +46,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize(("deployment", "overrides"), SHAPES, ids=[str(i) for i in range(len(SHAPES))])
 def test_every_shape_has_the_bits_of_one_die(
     tiny: TinyCheckpoint, expected: str, deployment: str, overrides: list[str]

@@ -107,13 +107,14 @@ WAYS: list[tuple[str, ...]] = [
 ]
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("settings", WAYS)
 @pytest.mark.parametrize("precision", ["int8", "fp32"])
 def test_the_same_bits(precision: str, settings: tuple[str, ...]) -> None:
     assert served(precision, *settings).digest == expected(precision)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("seed", range(3))
 def test_any_order_of_events(seed: int) -> None:
     settings = ("execution.pin_cores=false", f"seed={seed}", "services.batch_clients=3", COPIES)
@@ -156,7 +157,7 @@ def test_a_server_is_lost_at_each_step_of_its_own(operation: str, step: int) -> 
         assert [each.server for each in found.heard if each.is_lost] == [die - FIRST_SERVER]
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("at_us", [310.0, 345.0, 380.0, 415.0, 450.0, 485.0, 520.0, 555.0, 1000.0, 4000.0])
 def test_a_server_is_lost_at_any_time(at_us: float) -> None:
     for die in (5, 9):
@@ -286,6 +287,7 @@ WAYS_WITHOUT_CLIENTS: list[tuple[tuple[str, ...], tuple[float, ...]]] = [
 ]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(("settings", "at_us"), WAYS_WITHOUT_CLIENTS, ids=str)
 def test_clients_that_are_lost_cost_neither_requests_nor_bits(
     settings: tuple[str, ...], at_us: tuple[float, ...]
@@ -312,7 +314,7 @@ def test_clients_that_are_lost_cost_neither_requests_nor_bits(
         llm.engine.check_integrity()
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize(
     ("operation", "step"),
     [("expert write", step) for step in (1, 2, 3, 4, 5)] + [("expert read", step) for step in (1, 2, 3, 4)],

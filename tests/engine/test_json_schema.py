@@ -138,6 +138,7 @@ def test_tokens_that_hold_whole_keys() -> None:
     assert forbidden() == {b'"a"', b'{"a":1,"a"'}
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("seed", range(6))
 def test_no_token_is_overlooked(seed: int) -> None:
     """What is looked up agrees with every token taken by itself, for texts of few letters and many marks."""

@@ -76,7 +76,7 @@ async def tokens_of(request: Any) -> list[int]:
     return [t async for delta in request for t in delta.token_ids]
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("transfer", WAYS)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_of_one_link_of_four_changes_no_bit_and_no_other_link(
@@ -105,7 +105,7 @@ def test_a_fault_of_one_link_of_four_changes_no_bit_and_no_other_link(
         assert llm.engine.is_healthy()
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(7)
 @pytest.mark.parametrize("deployment", ["pd", "transformerless"])
 @pytest.mark.parametrize("transfer", WAYS)
 @pytest.mark.parametrize("fault", ["want", "offer", "move", "third move", "stuck"])

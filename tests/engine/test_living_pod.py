@@ -179,7 +179,7 @@ def reference(tiny: TinyCheckpoint) -> Any:
         yield llm
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("seed", range(22))
 def test_every_request_ends_with_the_bits_of_one_die(tiny: TinyCheckpoint, reference: LLM, seed: int) -> None:
     check(tiny, reference, seed)

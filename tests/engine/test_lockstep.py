@@ -108,6 +108,7 @@ def test_prompts_in_chunks_and_preempted() -> None:
     check_colocated("int8", "dies=3", "execution.overlap=true", "threads=2", *tight, prompts=prompts)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     ("precision", "dies"), [("int8", 1), ("int8", 3), pytest.param("fp32", 3, marks=pytest.mark.long)]
 )
@@ -126,6 +127,7 @@ def test_int8_attention_of_colocated_dies(dies: int) -> None:
     check_colocated("int8", f"dies={dies}", "mtp=1", model=variant(int8_attention=frozenset({0, 2, 4})))
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(("dies", "mtp"), [(2, 2), (3, 1), (5, 0)])
 def test_replicas_leave_the_same_bytes(precision: str, dies: int, mtp: int) -> None:
@@ -173,7 +175,7 @@ def test_dies_without_rows_take_part_in_exchanges_by_push() -> None:
     check_colocated("int8", "exchange=push", "dies=8", "mtp=2", prompts=PROMPTS[:2])
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_exchanges_by_push_on_dies_apart_leave_the_same_bytes(precision: str, shape: tuple[int, ...]) -> None:
@@ -207,7 +209,7 @@ def test_int8_answers_on_one_die_in_one_call(threads: int) -> None:
     check_monolithic("int8", "combine=int8", "mtp=1", threads=threads)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[2] > 1])
 def test_replicas_on_dies_apart_leave_the_same_bytes(precision: str, shape: tuple[int, ...]) -> None:
@@ -236,7 +238,7 @@ def test_layers_share_stages_and_what_these_cost_if_they_are_alike() -> None:
     assert kinds == [[0, 1, 1, 1, 1], [0, 1, 2, 3, 4]]
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("mtp", [1, 2])
 @pytest.mark.parametrize("shape", SHAPES)

@@ -70,7 +70,7 @@ def alone() -> str:
     return digest(one_die([PROMPT], PARAMS))
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(7)
 @pytest.mark.parametrize("after_us", AFTER_US)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("state", STATES)

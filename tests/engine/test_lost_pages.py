@@ -390,6 +390,7 @@ def test_nothing_that_is_lost_goes_to_the_memory_pool(tiny: TinyCheckpoint, tmp_
     assert min(kept) < 64
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("settings", [("lockstep=true",), ("dies=2",), ("dies=2", "mtp=2")], ids=str)
 @pytest.mark.parametrize("every", [20, pytest.param(2, marks=pytest.mark.campaign)])
 def test_steps_that_were_planned_ahead_are_planned_anew(

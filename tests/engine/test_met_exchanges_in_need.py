@@ -108,6 +108,7 @@ def test_a_link_that_is_down_is_named_as_by_tasks(settings: tuple[str, ...]) -> 
         assert re.search(r"node [02] cannot reach node [02]: their link on the UB plane is down", message)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("settings", MET, ids=str)
 @pytest.mark.parametrize(
     "fault",

@@ -50,7 +50,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("reuse", [False, True], ids=["two layers", "one layer twice"])
 @pytest.mark.parametrize(("deployment", "overrides"), WAYS)
 def test_two_drafts_change_no_bit(

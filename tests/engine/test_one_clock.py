@@ -68,6 +68,7 @@ def test_tasks_and_lockstep_with_dies_of_the_shared_expert(settings: tuple[str, 
     assert run("colocated", *settings, "experts.shared_dies=2", "lockstep=true") == tasks
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("routed", [3, 4])
 @pytest.mark.parametrize("mtp", [0, 1])
 def test_tasks_and_lockstep_where_experts_have_dies_of_their_own(mtp: int, routed: int) -> None:
@@ -97,6 +98,7 @@ def test_one_die_in_one_call() -> None:
 MOVES = ("experts.redundant_slots=1", "experts.balance_interval=0.001", "experts.balance_slices=1")
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     "settings",
     [*((f"dies={dies}",) for dies in (1, 2, 3, 4, 7, 8)), ("dies=4", *MOVES), ("dies=18", *MOVES)],

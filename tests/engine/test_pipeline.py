@@ -72,7 +72,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(6)
 @pytest.mark.parametrize(("deployment", "overrides"), SHAPES, ids=[str(i) for i in range(len(SHAPES))])
 def test_the_bits_of_one_die(
     tiny: TinyCheckpoint, precision: str, expected: str, deployment: str, overrides: list[str]

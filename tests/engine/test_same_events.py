@@ -130,7 +130,7 @@ def _check_equal(one: Events, other: Events) -> None:
     )
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(4)
 # Each deployment twice, and never the same way.
 @pytest.mark.parametrize(
     ("seed", "way"), [(seed, WAYS[seed % len(WAYS)]) for seed in range(2 * len(DEPLOYMENTS))]

@@ -43,7 +43,7 @@ def fields(llm: LLM, die: int, part: str) -> list[RingField]:
     return [field for each in found for field in each if field.event_id]
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("transfer", WAYS)
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_bits_are_those_of_one_die(

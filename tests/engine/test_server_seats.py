@@ -118,7 +118,7 @@ WAYS: list[tuple[str, ...]] = [
 ]
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("settings", WAYS, ids=str)
 @pytest.mark.parametrize("precision", ["int8", "fp32"])
 def test_one_comes_back_one_joins_one_leaves(precision: str, settings: tuple[str, ...]) -> None:

@@ -41,6 +41,7 @@ def test_dies_go_together_as_long_as_their_rows_are_few() -> None:
 WIDE = {"q_lora_rank": 160, "v_head_dim": 48}
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_what_wide_rows_leave(precision: str, threads: int) -> None:
@@ -57,6 +58,7 @@ def test_a_run_that_ends_with_a_dense_layer(exchange: str) -> None:
     check_apart("int8", (2, 2, 3, 1, 2), f"exchange={exchange}", model=model)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_more_rows_than_go_together(precision: str, threads: int) -> None:

@@ -128,7 +128,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize(("deployment", "overrides"), WAYS)
 def test_no_deployment_changes_a_bit(
     expected: list[RequestOutput], deployment: str, overrides: tuple[str, ...]

@@ -136,6 +136,7 @@ def test_swapped_and_cached_blocks_move_on_every_rank(mode: TPMode, tiny: TinyCh
         assert llm.engine.stats().prefix_cache_hits > 0
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("deployment", "decode"), [("pd", ["decode.dies=2"]), ("transformerless", [])])
 def test_prefill_by_four_dies_and_decode_by_single_ones(

@@ -116,7 +116,7 @@ def test_outliers_change_no_bit_of_the_float_model(name: str, tmp_path: Path) ->
     )
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("name", KINDS)
 def test_smoothing_wins_back_what_outliers_lose(name: str, tmp_path: Path) -> None:
     source = WithOutliers(opened(name, tmp_path), 1024)

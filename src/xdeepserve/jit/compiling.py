@@ -25,6 +25,7 @@ from typing import Any
 
 from llvmlite import binding as llvm
 from numba import njit as numba_njit
+from numba import types
 from numba.core import config as numba_config
 from numba.core.caching import IndexDataCacheFile
 from numba.core.registry import cpu_target
@@ -249,9 +250,20 @@ class CacheFile(IndexDataCacheFile):
         return True
 
 
+def _without_literals(template: Any, args: Any, kws: Any) -> Any:
+    """Have a kernel that calls another one with constants use the machine code for variables.
+
+    Numba would compile the callee once more for each set of constants: seconds of a core each, and no faster,
+    as all that is constant there bounds outer loops.
+    """
+    kinds = {name: types.unliteral(kind) for name, kind in kws.items()}
+    return template(tuple(map(types.unliteral, args)), kinds)
+
+
 def kernel(function: Any) -> Any:
     """Decorate a kernel called from Python: compiled on first call, without the GIL, and kept in a cache."""
     dispatcher = njit(cache=True, **OPTIONS)(function)
+    dispatcher.get_call_template = functools.partial(_without_literals, dispatcher.get_call_template)
     cache = dispatcher._cache
     file = Path(function.__code__.co_filename)
     if not NUMBA.CACHE_DIR and file.is_relative_to(PACKAGE):
