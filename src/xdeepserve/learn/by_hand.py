@@ -18,7 +18,7 @@ from xdeepserve.engine.dp.block_table import BlockTable, Holding
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.numbers import StepNo
 from xdeepserve.engine.plans import StepPlan
-from xdeepserve.engine.run import arithmetic
+from xdeepserve.engine.ways import arithmetic
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.memory import Address
 from xdeepserve.learn.stand_in import NotYetError

@@ -17,7 +17,7 @@ from xdeepserve.comm.p2p.message_end import Engine
 from xdeepserve.comm.trampoline.a2e import AttentionSide, ExpertSide
 from xdeepserve.comm.trampoline.layout import A2ELayout, Sides
 from xdeepserve.engine.dp.sampling_params import SamplingParams
-from xdeepserve.engine.run import arithmetic
+from xdeepserve.engine.ways import arithmetic
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.golden.transfers import distflow
 from xdeepserve.hw.faults import Fault
