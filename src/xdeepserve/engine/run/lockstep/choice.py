@@ -6,17 +6,20 @@ from collections.abc import Sequence
 
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.program import Executor
-from xdeepserve.engine.run.lockstep.colocated import ColocatedLockstep, MonolithicLockstep
-from xdeepserve.engine.run.lockstep.disaggregated import DisaggregatedLockstep, LockstepExpertProgram
+from xdeepserve.engine.run.lockstep.colocated import PULL, PUSH, ColocatedLockstep
+from xdeepserve.engine.run.lockstep.disaggregated import (
+    PULL_APART,
+    PUSH_APART,
+    DisaggregatedLockstep,
+    LockstepExpertProgram,
+)
 from xdeepserve.engine.run.lockstep.kernels.sync import HAS_TEAMS
 from xdeepserve.engine.run.lockstep.lockstep import Lockstep
 from xdeepserve.engine.run.lockstep.met_exchanges import (
     MetExchanges,
-    PushedMetExchanges,
     has_stages_of_tasks,
     use_met_exchanges,
 )
-from xdeepserve.engine.run.lockstep.pushed import PushingExpertsLockstep, PushingLockstep
 from xdeepserve.engine.run.wiring import ByteWiring
 
 
@@ -32,24 +35,24 @@ def lockstep_runs(
     threads = threads if HAS_TEAMS else 1
     pushes = wiring.team.sizes.walk.exchange == "push"
     exchanges = [(among.group, among.layout) for among in wiring.among]
+    twin = PUSH if pushes else PULL
     if not wiring.a2e and has_stages_of_tasks(executors[0]):
         use_met_exchanges(executors)
-        met = PushedMetExchanges if pushes else MetExchanges
-        parts = [met(executors, exchange, threads, part) for part, exchange in enumerate(exchanges)]
+        parts = [
+            MetExchanges(executors, exchange, threads, twin, part) for part, exchange in enumerate(exchanges)
+        ]
         for part in parts:
             part.join()
         return [*parts]
     if wiring.a2e:
         shared = [wiring.team.shared_expert(rank) for rank in range(len(executors))]
-        kind = PushingExpertsLockstep if pushes else DisaggregatedLockstep
-        lockstep = apart = kind(executors, programs, wiring.a2e, shared, threads)
+        twin_apart = PUSH_APART if pushes else PULL_APART
+        lockstep = apart = DisaggregatedLockstep(executors, programs, wiring.a2e, shared, threads, twin_apart)
         for index, program in enumerate(programs):
             assert isinstance(program, LockstepExpertProgram)
             program.lockstep, program.index = apart, index
-    elif len(executors) == 1:
-        lockstep = MonolithicLockstep(executors, None, threads)
     else:
-        exchange = exchanges[0] if exchanges else None
-        lockstep = (PushingLockstep if pushes else ColocatedLockstep)(executors, exchange, threads)
+        exchange = exchanges[0] if exchanges and len(executors) > 1 else None
+        lockstep = ColocatedLockstep(executors, exchange, threads, twin)
     lockstep.join()
     return [lockstep]

@@ -1,9 +1,14 @@
-"""Lockstep of dies with attention and a share of the experts."""
+"""Lockstep of dies with attention and a share of the experts.
+
+Dispatch and combine of all dies at once are a twin of `comm`'s protocols, by pull or by push (CM 4.2.1).
+PULL and PUSH have the same verbs: tables, layers, send, answer, collect.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,8 +20,10 @@ from xdeepserve.engine.run.lockstep import tables
 from xdeepserve.engine.run.lockstep.dimensions import ExchangeShape, PushShape
 from xdeepserve.engine.run.lockstep.kernels import attention as a
 from xdeepserve.engine.run.lockstep.kernels import colocated_stages as d
+from xdeepserve.engine.run.lockstep.kernels import experts as e
 from xdeepserve.engine.run.lockstep.kernels import one_die
-from xdeepserve.engine.run.lockstep.lockstep import Call, Contribution, Lockstep, Span, addresses
+from xdeepserve.engine.run.lockstep.kernels import pushed_stages as p
+from xdeepserve.engine.run.lockstep.lockstep import Call, Contribution, Lockstep, addresses
 from xdeepserve.engine.run.lockstep.timetable import Timed, Timetable
 from xdeepserve.engine.walk.schedule import Visit
 from xdeepserve.step.stage import Counts, Meet, Stage
@@ -30,26 +37,52 @@ UP_TO_EXPERTS = frozenset({UP_TO_GATE, (*UP_TO_GATE, "Route"), (*UP_TO_GATE, "Co
 ALONE = (*UP_TO_GATE, "Experts", "SharedExpert")  # all of a layer, where one die holds everything
 
 
+class AmongTwin(NamedTuple):
+    """Twin of dispatch and combine among all dies of a lockstep: its tables, and kernel calls.
+
+    layers(g, layers)        a whole run of layers: passes, whether each has experts, event IDs
+    send(g, event)           rows to the dies with their experts
+    answer(g, at, event)     experts of pass `at` through a layer
+    collect(g, at, event)    answers added to the dies' own rows
+    """
+
+    ops: tuple[str, str]  # names in errors
+    meets: tuple[str, str]  # in Programs
+    tables: Callable[[ColocatedLockstep, Group, Any], None]
+    layers: Callable[[ColocatedLockstep, tuple[np.ndarray, ...]], Call]
+    send: Callable[[ColocatedLockstep, int], Call]
+    answer: Callable[[ColocatedLockstep, int, int], Call]
+    collect: Callable[[ColocatedLockstep, int, int], Call]
+
+
 class ColocatedLockstep(Lockstep):
     """Lockstep of dies with attention and experts, with dispatch and combine between all of them.
 
-    `exchange` is None if there are no experts, or one die.
+    `exchange` is None if there are no experts, or one die: then the computer's threads share its stages, in
+    one call for all layers.
     """
 
-    kernels: frozenset[Span] = UP_TO_EXPERTS | frozenset(
-        {TO_THE_END, ("dispatch",), ("Experts",), ("combine",), ("SharedExpert",)}
-    )
-    ops: tuple[str, str] = "dispatch", "combine"
     exchange: ExchangeShape | PushShape
+    ways: np.ndarray  # tables of the exchange; by pull:
+    orders: np.ndarray
+    sents: np.ndarray
+    ends: np.ndarray  # by push:
+    local_idx: np.ndarray
 
     def __init__(
         self,
         executors: Sequence[Executor],
         exchange: tuple[Group, Layout | FusedLayout] | None,
         num_threads: int,
+        twin: AmongTwin,
     ) -> None:
         super().__init__(executors, [f"rank {rank}" for rank in range(len(executors))], num_threads)
-        self._exchange = exchange
+        self._exchange, self.twin = exchange, twin
+        self.flags = 0  # rounds of pushed flags use two sets in turn (`comm.board`): the one used last
+        met = {(meet,) for meet in twin.meets}
+        self.kernels = UP_TO_EXPERTS | met | {TO_THE_END, ("Experts",), ("SharedExpert",)}
+        if len(executors) == 1:
+            self.kernels = frozenset({ALONE, TO_THE_END})
 
     def prepare(self) -> None:
         """Find the address tables of the exchange and of the experts."""
@@ -68,7 +101,7 @@ class ColocatedLockstep(Lockstep):
             self.exchange = ExchangeShape.of(config, own, mem.placed)
             return
         group, layout = self._exchange
-        self.connect(group, layout)
+        self.twin.tables(self, group, layout)
         self.expert_rank = np.array(group.expert_rank, np.int64)
         self.copy_rank = None  # by rank, the die whose copy of the shared expert its tokens take
         if mem.placed.num_shared_dies:
@@ -80,15 +113,6 @@ class ColocatedLockstep(Lockstep):
         self.sent = np.array(
             [tables.address(space.take("expert_sent", 1)) for space in self.spaces], np.int64
         )
-
-    def connect(self, group: Group, layout: Layout | FusedLayout) -> None:
-        """Find the address tables of the exchange."""
-        assert isinstance(layout, Layout)
-        first, num = self.executors[0], len(self.executors)
-        self.exchange = ExchangeShape.of(first.config, layout, first.mem.placed)
-        self.ways = tables.ways([executor.die for executor in self.executors], layout)
-        self.orders = np.zeros((num, layout.max_tokens * layout.top_k), np.int64)
-        self.sents = np.zeros((num, num), np.int64)
 
     def run(self, shares: Sequence[Contribution], came: np.ndarray) -> np.ndarray:
         """Run all layers for all dies, which arrived at `came` [members] in ns; return when each is done, in
@@ -129,22 +153,19 @@ class ColocatedLockstep(Lockstep):
 
     def _layers(self, passes: np.ndarray, is_moe: np.ndarray, events: np.ndarray) -> list[Call]:
         """List the kernel calls for layers in order: passes, whether each has experts, and event IDs."""
+        if len(self.executors) == 1:
+            args = (self.shape, self.exchange.inter, self.buffers, self.weights, self.experts, passes, is_moe)
+            return [(one_die.run_together, (*args, self.inputs, self.cuts[0, 1], self.scratch, self.sync))]
         if self._exchange is None:
             return [self.layer(at, self.cuts, False, at == passes[-1]) for at in passes.tolist()]
-        return [self._with_exchanges((passes, is_moe, events))]
-
-    def _with_exchanges(self, layers: tuple[np.ndarray, ...]) -> Call:
-        own = (self.shape, self.exchange, self.buffers, self.beside, self.weights, self.experts)
-        where = (self.inputs, self.cuts, self.ways, self.expert_rank, self.orders, self.sents, self.one)
-        args = (*own, *layers, *where, self.sent, self.received, self.faults, self.scratch, self.sync)
-        return d.run_layers, args
+        return [self.twin.layers(self, (passes, is_moe, events))]
 
     def _check(self, visits: Sequence[Visit], passes: Sequence[int]) -> None:
         """Raise ProtocolError for the first fault that a die has found, if there is any."""
         if not self.faults.any():
             return
         for visit, at in zip(visits, passes, strict=True):
-            for faults, op in zip(self.faults[at], self.ops, strict=True):
+            for faults, op in zip(self.faults[at], self.twin.ops, strict=True):
                 self.check(faults, op, "rank", visit.event)
 
     # ---- time ---------------------------------------------------------------------------------------
@@ -228,14 +249,82 @@ class ColocatedLockstep(Lockstep):
         return round(tt.cost.exchange_ns(op, len(self.dies), batch, self.shape.copies, stretch))
 
 
-# A run on one die that holds everything: one call for all layers, whose stages threads share.
+# ---- twins ----------------------------------------------------------------------------------------------
 
 
-class MonolithicLockstep(ColocatedLockstep):
-    """Lockstep of a single die that holds everything; the computer's threads share its stages."""
+def _pull_tables(g: ColocatedLockstep, group: Group, layout: Layout) -> None:
+    first, num = g.executors[0], len(g.executors)
+    g.exchange = ExchangeShape.of(first.config, layout, first.mem.placed)
+    g.ways = tables.ways([executor.die for executor in g.executors], layout)
+    g.orders = np.zeros((num, layout.max_tokens * layout.top_k), np.int64)
+    g.sents = np.zeros((num, num), np.int64)
 
-    kernels: frozenset[Span] = frozenset({ALONE, TO_THE_END})
 
-    def _layers(self, passes: np.ndarray, is_moe: np.ndarray, events: np.ndarray) -> list[Call]:
-        args = (self.shape, self.exchange.inter, self.buffers, self.weights, self.experts, passes, is_moe)
-        return [(one_die.run_together, (*args, self.inputs, self.cuts[0, 1], self.scratch, self.sync))]
+def _pull_layers(g: ColocatedLockstep, layers: tuple[np.ndarray, ...]) -> Call:
+    own = (g.shape, g.exchange, g.buffers, g.beside, g.weights, g.experts)
+    where = (g.inputs, g.cuts, g.ways, g.expert_rank, g.orders, g.sents, g.one)
+    return d.run_layers, (*own, *layers, *where, g.sent, g.received, g.faults, g.scratch, g.sync)
+
+
+def _pull_send(g: ColocatedLockstep, event: int) -> Call:
+    args = (g.exchange, g.buffers, g.cuts, g.ways, g.expert_rank, event)
+    return d.dispatch_stage, (*args, g.orders, g.sents, g.one)
+
+
+def _pull_answer(g: ColocatedLockstep, at: int, event: int) -> Call:
+    args = (g.exchange, g.ways[None], g.experts[at], g.sent[None], g.received[at][None])
+    return e.expert_stage, (*args, event, g.faults[at, :1])
+
+
+def _pull_collect(g: ColocatedLockstep, at: int, event: int) -> Call:
+    kept = (g.orders, g.sents, g.scratch, g.faults[at, 1], g.sync)
+    return d.combine_stage, (*_rows(g, at), g.ways, event, *kept)
+
+
+def _push_tables(g: ColocatedLockstep, group: Group, layout: FusedLayout) -> None:
+    first, dies = g.executors[0], [executor.die for executor in g.executors]
+    g.exchange = PushShape.of(first.config, layout, first.mem.placed)
+    g.ends, g.ways = tables.ends(dies, layout), tables.no_ways(dies)
+    g.local_idx = tables.local_numbers(group.expert_rank)
+    g.flags = 0
+
+
+def _push_layers(g: ColocatedLockstep, layers: tuple[np.ndarray, ...]) -> Call:
+    own = (g.shape, g.exchange, g.buffers, g.beside, g.weights, g.experts)
+    where = (g.inputs, g.cuts, g.ways, g.ends, g.expert_rank, g.local_idx)
+    args = (*own, *layers, *where, g.flags ^ 1, g.one, g.sent, g.received, g.faults)
+    g.flags ^= int(layers[1].sum()) % 2
+    return p.run_layers, (*args, g.scratch, g.sync)
+
+
+def _push_send(g: ColocatedLockstep, event: int) -> Call:
+    g.flags ^= 1
+    args = (g.exchange, g.buffers, g.cuts, g.ends, g.expert_rank, g.local_idx)
+    return p.dispatch_stage, (*args, event, g.flags, g.one)
+
+
+def _push_answer(g: ColocatedLockstep, at: int, event: int) -> Call:
+    where = (g.expert_rank[None], g.local_idx[None])
+    args = (g.exchange, g.ways[None], g.ends[None], g.experts[at], *where, g.sent[None])
+    return p.expert_stage, (*args, g.received[at][None], event, g.flags, g.faults[at, :1])
+
+
+def _push_collect(g: ColocatedLockstep, at: int, event: int) -> Call:
+    return p.combine_stage, (*_rows(g, at), g.ends, g.faults[at, 1], g.sync)
+
+
+def _rows(g: ColocatedLockstep, at: int) -> tuple[Any, ...]:
+    """Return the arguments of a collection: the rows that it adds to, and the shared expert of the layer."""
+    return g.shape, g.exchange, g.buffers, g.beside, g.weights[at], g.inputs, g.cuts
+
+
+PULL = AmongTwin(
+    ("dispatch", "combine"),
+    ("dispatch", "combine"),
+    *(_pull_tables, _pull_layers, _pull_send, _pull_answer, _pull_collect),
+)
+PUSH = AmongTwin(
+    ("fused dispatch", "fused combine"),
+    ("fused_dispatch", "fused_combine"),
+    *(_push_tables, _push_layers, _push_send, _push_answer, _push_collect),
+)

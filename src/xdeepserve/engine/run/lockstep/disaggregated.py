@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from xdeepserve.comm.exchange.twin import NUM_RECEIVED
 from xdeepserve.comm.trampoline import twin
 from xdeepserve.comm.trampoline.layout import A2ELayout
+from xdeepserve.engine.deploy.sizes import ExpertSizes
 from xdeepserve.engine.die.expert_memory import STOP
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.program import Executor
@@ -19,14 +21,30 @@ from xdeepserve.engine.run.lockstep.dimensions import ExchangeShape, PushShape
 from xdeepserve.engine.run.lockstep.expert_prices import ExpertPrices
 from xdeepserve.engine.run.lockstep.kernels import disaggregated_stages as ends
 from xdeepserve.engine.run.lockstep.kernels import experts as e
+from xdeepserve.engine.run.lockstep.kernels import pushed_stages as p
 from xdeepserve.engine.run.lockstep.lockstep import Call, Contribution, Lockstep, Span, addresses
 from xdeepserve.engine.run.lockstep.timetable import DisaggregatedTimetable, Timed, TokenTimes
 from xdeepserve.engine.walk.schedule import Visit, cut_at
 from xdeepserve.hw.clock import Process
+from xdeepserve.model.config import ModelConfig
 from xdeepserve.step.frame import Batch
 from xdeepserve.step.stage import Counts, Stage
 
 EXPERT_OPS = ("A2E", "A2E'", "E2A")  # which expert dies find faults in
+
+
+class AwayTwin(NamedTuple):
+    """Twin of the exchange among expert dies, between A2E and E2A', by pull or by push: kernel calls.
+
+    forward(g, m, at, event)   tokens of a microbatch from trampolines to the dies with their experts
+    answer(g, m, at, event)    experts of pass `at` through a layer
+    back(g, m, at, event)      answers to the trampolines, and from there to attention dies
+    """
+
+    shape: Callable[[ModelConfig, A2ELayout, ExpertSizes], ExchangeShape | PushShape]
+    forward: Callable[[DisaggregatedLockstep, int, int, int], Call]
+    answer: Callable[[DisaggregatedLockstep, int, int, int], Call]
+    back: Callable[[DisaggregatedLockstep, int, int, int], Call]
 
 
 class DisaggregatedLockstep(Lockstep):
@@ -41,7 +59,9 @@ class DisaggregatedLockstep(Lockstep):
         layouts: Sequence[Sequence[A2ELayout]],
         shared_experts: Sequence[int | None],
         num_threads: int,
+        twin: AwayTwin,
     ) -> None:
+        self.twin = twin
         attention = [f"attention {rank}" for rank in range(len(executors))]
         experts = [f"expert {index}" for index in range(len(programs))]
         super().__init__(executors, attention + experts, num_threads)
@@ -65,7 +85,8 @@ class DisaggregatedLockstep(Lockstep):
 
     def prepare(self) -> None:
         executors, walk = self.executors, self.executors[0].mem.walk
-        self.exchange = self.shape_of_exchange()
+        self.exchange = self.twin.shape(executors[0].config, self.layouts[0][0], executors[0].mem.placed)
+        self.flags = [0] * self.num_microbatches  # rounds of pushed flags use two sets in turn
         moe_layers = [i for i, column in enumerate(self.columns) if column[0].moe is not None]
         self.experts = {layer: tables.expert_table(self.programs, n) for n, layer in enumerate(moe_layers)}
         per_domain, num_experts = len(executors) // self.num_domains, len(self.programs)
@@ -101,11 +122,6 @@ class DisaggregatedLockstep(Lockstep):
         self.attention_faults = np.zeros((*places, len(executors)), np.int64)
         self.expert_faults = np.zeros((*places, len(EXPERT_OPS), self.num_domains, num_experts), np.int64)
         self.received = np.zeros((*places, self.num_domains, num_experts), np.int64)
-
-    def shape_of_exchange(self) -> ExchangeShape | PushShape:
-        """Return the dimensions of the exchange between dies with experts."""
-        first = self.executors[0]
-        return ExchangeShape.of_a2e(first.config, self.layouts[0][0], first.mem.placed)
 
     def run(self, shares: Sequence[Contribution], came: np.ndarray) -> np.ndarray:
         """Run all layers for all dies, which arrived at `came` [members] in ns; return when each is done, in
@@ -152,10 +168,11 @@ class DisaggregatedLockstep(Lockstep):
                 after, away[m] = [], []
                 if is_moe:
                     rounds[-1].append(self._post(m, visit.event))
-                    rounds += [[self._a2e(m, at, visit.event)], [self._run_experts(m, at, visit.event)]]
+                    where = (self, m, at, visit.event)
+                    rounds += [[self.twin.forward(*where)], [self.twin.answer(*where)]]
                     after = [
                         (_keep, (self.received[at, m], self.items[m].ways)),
-                        self._e2a(m, at, visit.event),
+                        self.twin.back(*where),
                     ]
                     away[m] = [self._come_back(m, at, visit.event)]
                     self._num_items += self.num_domains
@@ -175,21 +192,6 @@ class DisaggregatedLockstep(Lockstep):
 
     def _post(self, m: int, event: int) -> Call:
         return ends.post_stage, (self.exchange, self.buffers, self.cuts[m], self.ways[m], event)
-
-    def _a2e(self, m: int, at: int, event: int) -> Call:
-        item = self.items[m]
-        args = (self.exchange, item.ways, item.served, item.bounds, item.bases, item.expert_rank, event)
-        return twin.a2e_stage, (*args, item.counts, item.orders, item.sents, self.expert_faults[at, m, 0])
-
-    def _run_experts(self, m: int, at: int, event: int) -> Call:
-        item = self.items[m]
-        args = (self.exchange, item.ways, self.experts[at], item.sent, item.received, event)
-        return e.expert_stage, (*args, self.expert_faults[at, m, 1])
-
-    def _e2a(self, m: int, at: int, event: int) -> Call:
-        item = self.items[m]
-        args = (self.exchange, item.ways, item.served, item.bounds, item.answer_fields, event)
-        return twin.e2a_stage, (*args, item.counts, item.orders, item.sents, self.expert_faults[at, m, 2])
 
     def _come_back(self, m: int, at: int, event: int) -> Call:
         args = (self.exchange, self.inputs, self.cuts[m], self.ways[m], event)
@@ -265,6 +267,52 @@ def _keep(received: np.ndarray, ways: np.ndarray, worker: int, num: int) -> None
     """Copy the rows received [domains, expert dies] before the next layer overwrites their counts."""
     if worker == 0:
         received[:] = ways[:, :, NUM_RECEIVED]
+
+
+# ---- twins ----------------------------------------------------------------------------------------------
+
+
+def _pull_forward(g: DisaggregatedLockstep, m: int, at: int, event: int) -> Call:
+    item = g.items[m]
+    args = (g.exchange, item.ways, item.served, item.bounds, item.bases, item.expert_rank, event)
+    return twin.a2e_stage, (*args, item.counts, item.orders, item.sents, g.expert_faults[at, m, 0])
+
+
+def _pull_answer(g: DisaggregatedLockstep, m: int, at: int, event: int) -> Call:
+    item = g.items[m]
+    args = (g.exchange, item.ways, g.experts[at], item.sent, item.received, event)
+    return e.expert_stage, (*args, g.expert_faults[at, m, 1])
+
+
+def _pull_back(g: DisaggregatedLockstep, m: int, at: int, event: int) -> Call:
+    item = g.items[m]
+    args = (g.exchange, item.ways, item.served, item.bounds, item.answer_fields, event)
+    return twin.e2a_stage, (*args, item.counts, item.orders, item.sents, g.expert_faults[at, m, 2])
+
+
+def _push_forward(g: DisaggregatedLockstep, m: int, at: int, event: int) -> Call:
+    g.flags[m] ^= 1
+    item = g.items[m]
+    args = (g.exchange, item.ways, item.ends, item.served, item.bounds, item.bases, item.expert_rank)
+    faults = g.expert_faults[at, m, 0]
+    return p.forward_stage, (*args, item.local_idx, event, g.flags[m], item.counts, faults)
+
+
+def _push_answer(g: DisaggregatedLockstep, m: int, at: int, event: int) -> Call:
+    item = g.items[m]
+    args = (g.exchange, item.ways, item.ends, g.experts[at], item.expert_rank, item.local_idx)
+    faults = g.expert_faults[at, m, 1]
+    return p.expert_stage, (*args, item.sent, item.received, event, g.flags[m], faults)
+
+
+def _push_back(g: DisaggregatedLockstep, m: int, at: int, event: int) -> Call:
+    item = g.items[m]
+    args = (g.exchange, item.ways, item.ends, item.served, item.bounds, item.answer_fields, event)
+    return p.back_stage, (*args, item.counts, g.expert_faults[at, m, 2])
+
+
+PULL_APART = AwayTwin(ExchangeShape.of_a2e, _pull_forward, _pull_answer, _pull_back)
+PUSH_APART = AwayTwin(PushShape.of_a2e, _push_forward, _push_answer, _push_back)
 
 
 # The program of an expert die in lockstep, which meets the others for what its kernels do.

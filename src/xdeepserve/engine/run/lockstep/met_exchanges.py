@@ -2,8 +2,7 @@
 
 Dies that share a layer by collectives (TP, output projections), or cut a step into microbatches, meet each
 other inside a layer. Their stages are launched one by one, as in any pod. The exchanges with experts, whose
-work grows with the square of the number of dies, are made for all dies at once, by the kernels of `colocated`
-and `pushed`:
+work grows with the square of the number of dies, are made for all dies at once, by the twins of `colocated`:
 
     dispatch   the last die to come moves every row to its experts, and runs them
     combine    the last die to come moves every answer back, adds the shared expert's and the residual
@@ -16,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,13 +26,8 @@ from xdeepserve.comm.fused.layout import FusedLayout
 from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.numbers import DieRank
 from xdeepserve.engine.run.lockstep import tables
-from xdeepserve.engine.run.lockstep.colocated import ColocatedLockstep
+from xdeepserve.engine.run.lockstep.colocated import PUSH, AmongTwin, ColocatedLockstep
 from xdeepserve.engine.run.lockstep.kernels import attention as a
-from xdeepserve.engine.run.lockstep.kernels import colocated_stages as d
-from xdeepserve.engine.run.lockstep.kernels import experts as e
-from xdeepserve.engine.run.lockstep.kernels import pushed_stages as p
-from xdeepserve.engine.run.lockstep.lockstep import Call
-from xdeepserve.engine.run.lockstep.pushed import PushingLockstep
 from xdeepserve.engine.walk.ends import Exchange
 from xdeepserve.engine.walk.runner import Runner
 from xdeepserve.engine.ways.among.clock import received
@@ -107,9 +101,10 @@ class MetExchanges(ColocatedLockstep):
         executors: Sequence[Executor],
         exchange: tuple[Group, Layout | FusedLayout],
         num_threads: int,
+        twin: AmongTwin,
         part: int,
     ) -> None:
-        super().__init__(executors, exchange, num_threads)
+        super().__init__(executors, exchange, num_threads, twin)
         overlaps = executors[0].mem.walk.turns == "overlap"
         if overlaps:
             self.spaces = [executor.mem.layer_workspace(part) for executor in executors]
@@ -147,7 +142,7 @@ class MetExchanges(ColocatedLockstep):
         """
         await self._meet("combine", place, event_id)
         num_rows, hidden = place.runner.frame.mine.shape
-        copies = () if isinstance(self, PushingLockstep) else (self.shape.top_k,)
+        copies = () if self.twin is PUSH else (self.shape.top_k,)
         return shape_only(np.float32, num_rows, *copies, hidden)
 
     def bill(self, place: MetPlace, received: int) -> tuple[float, float, float]:
@@ -171,7 +166,7 @@ class MetExchanges(ColocatedLockstep):
         if key not in self._meetings:
             timeout_ns, name = (
                 self.executors[0].mem.walk.timeout_ns,
-                self.ops[op == "combine"],
+                self.twin.ops[op == "combine"],
             )
             self._meetings[key] = Meeting(
                 self.clock, name, event, range(len(self.dies)), timeout_ns, lambda met: self._settle(key, at)
@@ -188,46 +183,13 @@ class MetExchanges(ColocatedLockstep):
         for die in self.dies:  # one may have been lost since it came
             die.check_alive()
         self.find_tables()
-        calls: list[Call] = [self._combine(at, event)]
         if op == "dispatch":
-            calls = [self._dispatch(event), self._run_experts(at, event)]
+            calls = [self.twin.send(self, event), self.twin.answer(self, at, event)]
+        else:
+            calls = [self.twin.collect(self, at, event)]
         self.spread(*([call] for call in calls))
         which = int(op == "combine")
-        self.check(self.faults[at][which], self.ops[which], "rank", event)
+        self.check(self.faults[at][which], self.twin.ops[which], "rank", event)
         slowness = max(die.slowness for die in self.dies)
         wait_ns = max(0, self._free_ns() - self.clock.now)
         return wait_ns + slowness * self.exchange_ns(op, int(self.cuts[:, 1].max())), None
-
-    def _dispatch(self, event: int) -> Call:
-        args = (self.exchange, self.buffers, self.cuts, self.ways, self.expert_rank, event)
-        return d.dispatch_stage, (*args, self.orders, self.sents, self.one)
-
-    def _run_experts(self, at: int, event: int) -> Call:
-        args = (self.exchange, self.ways[None], self.experts[at], self.sent[None], self.received[at][None])
-        return e.expert_stage, (*args, event, self.faults[at, :1])
-
-    def _combine(self, at: int, event: int) -> Call:
-        kept = (self.orders, self.sents, self.scratch, self.faults[at, 1], self.sync)
-        return d.combine_stage, (*self._rows(at), self.ways, event, *kept)
-
-    def _rows(self, at: int) -> tuple[Any, ...]:
-        """Return the arguments of a combine: the rows that it adds to, and the shared expert of the layer."""
-        where = (self.shape, self.exchange, self.buffers, self.beside)
-        return *where, self.weights[at], self.inputs, self.cuts
-
-
-class PushedMetExchanges(MetExchanges, PushingLockstep):
-    """Lockstep for FusedDispatch, experts and FusedCombine between all dies, in one of their microbatches."""
-
-    def _dispatch(self, event: int) -> Call:
-        self.flags ^= 1
-        args = (self.exchange, self.buffers, self.cuts, self.ends, self.expert_rank, self.local_idx)
-        return p.dispatch_stage, (*args, event, self.flags, self.one)
-
-    def _run_experts(self, at: int, event: int) -> Call:
-        where = (self.expert_rank[None], self.local_idx[None])
-        args = (self.exchange, self.ways[None], self.ends[None], self.experts[at], *where, self.sent[None])
-        return p.expert_stage, (*args, self.received[at][None], event, self.flags, self.faults[at, :1])
-
-    def _combine(self, at: int, event: int) -> Call:
-        return p.combine_stage, (*self._rows(at), self.ends, self.faults[at, 1], self.sync)
