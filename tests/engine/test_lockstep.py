@@ -39,7 +39,7 @@ from tests.engine.pods import SHAPES, overrides
 from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.dp.sampling_params import SamplingParams
-from xdeepserve.engine.run.lockstep import colocated, disaggregated, pushed
+from xdeepserve.engine.run.lockstep import colocated, disaggregated
 from xdeepserve.engine.run.lockstep.heads import Heads
 from xdeepserve.engine.run.lockstep.kernels import one_die
 from xdeepserve.engine.run.lockstep.kernels import sync as sync_kernels
@@ -568,7 +568,7 @@ def test_a_field_of_another_event_is_an_error(
 def test_a_push_that_does_not_come_is_an_error(
     monkeypatch: pytest.MonkeyPatch, deployment: str, stage: str, message: str
 ) -> None:
-    leave_out(monkeypatch, pushed.p, stage)
+    leave_out(monkeypatch, colocated.p, stage)
     settings = ["max_model_len=64", "lockstep=true", "exchange=push"]
     with (
         LLM("tiny-random", deployment, "int8", overrides=settings) as llm,

@@ -5,10 +5,11 @@ host's Python does not handle them one by one: a kernel goes over the memories o
 addresses. The Programs are those of `step`; a kernel replaces a *span* of their stages.
 
 - `lockstep` is the dies' meeting, with the spans that it has kernels for; `choice` chooses the kind for a TE
-- `colocated`: each die has attention and a share of the experts; or one die has all, and threads share it
+- `colocated`: each die has attention and a share of the experts; or one die has all, and threads share it.
+  Exchanges are twins of `comm`'s, by pull or by push
 - `met_exchanges` makes exchanges alone, of dies whose stages are tasks
 - `disaggregated`: experts have dies of their own; it has the program of such a die, too
-- `pushed` is lockstep with exchange by push; `staged` runs attention without lockstep kernels
+- `staged` runs attention without lockstep kernels
 - `tables` has addresses by die; `dimensions` has the numbers that all dies share
 - `timetable` computes virtual times; `drawing` draws traces
 - `kernels/` has a layer on packed bytes, and exchanges whose bytes are those of `comm`'s twins
