@@ -4,9 +4,11 @@ A block holds the latents of `block_size` consecutive positions, in every layer 
 a *slot* of the die's HBM. State of a slot, by the number of sequences that use it and by whether a node of
 the prefix index has it:
 
-    users  node   meaning 0      no     free 0      yes    cached: content that a later prefix may match;
-    taken back least recently used first 1      no     private to one sequence n >= 1 any    in use; never
-    written while n > 1: a writer copies it first
+    users  node   meaning
+    0      no     free
+    0      yes    cached: a later prefix may match its content; taken back when none is free
+    1      no     private to one sequence
+    n >= 1 any    in use; never written while n > 1: a writer copies it first
 
 Slots that a transfer still reads or writes are *busy* and count as in use. So are those that were given up
 while a step ran that was planned with them (`begin_step`), if the next one is planned before its end.

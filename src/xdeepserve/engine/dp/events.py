@@ -1,8 +1,11 @@
-"""EventLog of requests between job executor, TEs and DP groups, as plain data (xDeepServe 5.1).
+"""The one log of what happens in an engine, as typed events (xDeepServe 5.1).
 
-Each part that tells events gets an `Events` on construction, and tells each fact once, when it happens.
-Observers hear of it first, then the job executor acts on it; all consequences have happened on return.
-Virtual time does not pass meanwhile. `pd_transfer.py` numbers the steps.
+Each part that tells events gets the `EventLog` on construction, and tells each fact once, when it happens.
+Observers read it first: the page, traces of requests, the server's log, chaos and the tests of virtual times.
+Then the job executor acts on events of sequences; all consequences have happened on return. Virtual time does
+not pass meanwhile. `pd_transfer.py` numbers the steps.
+
+How much of something there was (rows, cached tokens) is no event: parts count such quantities themselves.
 """
 
 from __future__ import annotations
