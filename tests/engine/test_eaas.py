@@ -68,8 +68,8 @@ def served(
         outputs = llm.generate(PROMPTS, params, keep_logits=True)
         llm.engine.check_integrity()
         assert not llm.engine.lost
-        runners = [runner for executor in te.executors for runner in executor.traversal.runners]
-        resent = sum(runner.trampoline.side.num_resent for runner in runners)  # type: ignore[union-attr]
+        clients = te.plan.wiring.away.clients.values()  # type: ignore[attr-defined]
+        resent = sum(client.num_resent for client in clients)
         end_ns = llm.virtual_ns
         counts = te.num_reconfigurations, te.recovery.count
         return Served(digest(outputs), end_ns, heard, batches, resent, *counts, gone)

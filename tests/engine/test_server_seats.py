@@ -75,8 +75,8 @@ def lived(
             llm.engine.check_integrity()
             assert not llm.engine.lost
             te = llm.engine.je.tes[0]
-            runners = [runner for executor in te.executors for runner in executor.traversal.runners]
-            resent = sum(runner.trampoline.side.num_resent for runner in runners)  # type: ignore[union-attr]
+            clients = te.plan.wiring.away.clients.values()  # type: ignore[attr-defined]
+            resent = sum(client.num_resent for client in clients)
             generations = {p.server.index: p.server.generation for p in te.expert_programs}  # type: ignore[attr-defined]
             pod = llm.engine.plan.pod
             assert not pod.holders.keys() & pod.lost - {*te.plan.every_die}

@@ -103,7 +103,7 @@ class Services:
         self.num_layers = len(placed.order)
         self._same = self._replicas()
         self._known: dict[int, KnownServers] = {}  # of each client
-        self._clients: dict[tuple[int, int], ServiceClient] = {}  # by rank and microbatch
+        self.clients: dict[tuple[int, int], ServiceClient] = {}  # by rank and microbatch
         self.seats_outside: SeatsOutside | None = None  # where servers are outside of the pod
         if team.has_servers_outside:
             held = experts_held(placed)
@@ -156,7 +156,7 @@ class Services:
             *(rank, microbatch, self._known[rank], self.num_layers, partial(self.replicas, rank), patience),
             *(quantize_rows, self.means),
         )
-        self._clients[rank, microbatch] = client
+        self.clients[rank, microbatch] = client
         return counted(client, self.tallies[microbatch][domain])
 
     def _revive(self, server: int) -> None:
@@ -166,11 +166,11 @@ class Services:
 
     def late_servers(self) -> list[int]:
         """List servers that clients leave out because an answer is late."""
-        return sorted({server for client in self._clients.values() for server in client.late()})
+        return sorted({server for client in self.clients.values() for server in client.late()})
 
     async def look_at_late(self) -> None:
         """Look again at servers outside of the pod whose answers are late."""
-        for client in self._clients.values():
+        for client in self.clients.values():
             await client.look_at_late()
 
     def expert_program(
