@@ -44,12 +44,14 @@ _NOTHING: tuple[Any, ...] = (False, 0, "", [], {})  # values that ask for nothin
 
 
 # What to use instead, in a chat's words; `_WORDS` has those of the other endpoints.
+_APART = ": the reasoning is always apart from the content; leave it out"
 _CHATS_ONLY = ": it is for chats only"
 _EFFORT = "; use reasoning_effort"
 _FORM = "; use structured_outputs"
 _FORMAT = "; use response_format"
 _LIMIT = "; use max_tokens"
 _MESSAGES = "; use messages"
+_PREFIX = "; use continue_final_message"
 _SYSTEM = "; use a message of role system"
 _TEMPLATE = "; what the chat template knows goes into chat_template_kwargs"
 # Of every endpoint that generates, unless it serves the field or has words of its own for it in `CHANGES`:
@@ -84,6 +86,7 @@ GENERATING: Mapping[str, Unserved] = {
     **rows("cached_content character context instruction_template", "", "", []),
     **rows("lora_path preset template tool_prompt", "", ""),
     **rows("conversation suffix negative_prompt", "", ""),
+    **rows("input_extra input_prefix input_suffix", "; write it into the prompt", "", []),
     **rows("connectors data_sources documents guardrails", "", [], {}),
     **rows("search_domain_filter search_queries_only enable_search web_search", "", False, []),
     **rows("search_options search_parameters web_search_options"),  # an empty object switches the search on
@@ -91,6 +94,11 @@ GENERATING: Mapping[str, Unserved] = {
     "add_special_tokens": Unserved((False,), ": a chat's template has all the special tokens"),
     "chat_template_content_format": Unserved(("auto", "string")),
     "continue_final_message": Unserved((False,)),
+    **rows(
+        "answer_prefix assistant_prefill assistant_prefix prefill response_prefill response_prefix",
+        _PREFIX,
+        "",
+    ),
     "previous_response_id": Unserved(use=": it is for /v1/responses only"),
     "safe_prompt": Unserved((False,)),
     "truncation": Unserved(("auto", "disabled"), ": an input that does not fit is refused"),
@@ -107,7 +115,9 @@ GENERATING: Mapping[str, Unserved] = {
     # The length of the answer, and where it ends.
     **rows(
         """max_completion_tokens max_gen_len max_gen_toks max_length max_new_tokens max_output_tokens
-        max_tokens_to_generate max_tokens_to_sample n_predict num_predict request_output_len""",
+        max_tokens_to_generate max_tokens_to_sample n_predict num_predict output_len request_output_len
+        max_answer_tokens max_completion_length max_generated_tokens max_out_len max_response_tokens
+        tokens_to_generate""",
         _LIMIT,
     ),
     **rows(
@@ -118,9 +128,9 @@ GENERATING: Mapping[str, Unserved] = {
     ),
     **rows("min_length min_new_tokens min_output_tokens", "; use min_tokens", 0),
     **rows("stop stop_sequence stop_sequences stop_str stop_strings", "; use stop", "", []),
-    **rows("stop_words stopping_strings stops until", "; use stop", "", []),
+    **rows("end_sequences stop_words stopping_strings stops until", "; use stop", "", []),
     "stop_regex": Unserved(("", [])),
-    **rows("end_id eos_token_id", "; use stop_token_ids", []),
+    **rows("end_id eos_token_id eos_token_ids stop_ids terminators", "; use stop_token_ids", []),
     "ban_eos_token": Unserved((False,), "; use ignore_eos"),
     "no_stop_trim": Unserved((False,), "; use include_stop_str_in_output"),
     **rows("max_time n_indent t_max_predict_ms", "", 0),
@@ -153,7 +163,11 @@ GENERATING: Mapping[str, Unserved] = {
     **rows("dry_multiplier dynatemp_range mirostat mirostat_mode no_repeat_ngram_size penalty_alpha", "", 0),
     **rows("encoder_no_repeat_ngram_size epsilon_cutoff eta_cutoff min_keep smoothing_factor", "", 0),
     **rows("diversity_penalty top_a top_n_tokens xtc_probability", "", 0),
-    **rows("beam_width cfg_scale encoder_repetition_penalty guidance_scale num_beam_groups num_beams", "", 1),
+    **rows(
+        "beam_size beam_width cfg_scale encoder_repetition_penalty guidance_scale num_beam_groups num_beams",
+        "",
+        1,
+    ),
     **rows("best_of dynatemp_exponent len_penalty length_penalty tfs tfs_z", "", 1),
     **rows("dynamic_temperature early_stopping penalize_nl", "", False),
     **rows("temperature_last use_beam_search watermark", "", False),
@@ -190,20 +204,24 @@ GENERATING: Mapping[str, Unserved] = {
     **rows("include_stop_str_in_output post_sampling_probs raw return_full_text", "", False),
     **rows("return_hidden_states return_images return_routed_experts return_token_ids", "", False),
     **rows("return_tokens_as_token_ids thinking_forced_open", "", False),
-    **rows("detokenize include_reasoning parse_tool_calls separate_reasoning", "", True),
+    **rows("detokenize include_reasoning parse_tool_calls", "", True),
     **rows("skip_special_tokens stream_reasoning", "", True),
     "audio": Unserved(),
     "reasoning": Unserved(({},), _EFFORT),
     "reasoning_effort": Unserved(use=_EFFORT),
-    "reasoning_format": Unserved(("auto", "deepseek", "parsed")),
+    "reasoning_format": Unserved(("auto", "deepseek", "parsed"), _APART),
+    "separate_reasoning": Unserved((True,), _APART),
     "response_fields": Unserved(([],)),
 }
 _NOT_IN_MESSAGES = """bad_words ignore_eos include_stop_str_in_output logprobs min_tokens n repetition_penalty
     return_token_ids seed stop_token_ids truncate_prompt_tokens"""
 _WORDS: Mapping[str, Mapping[str, str]] = {  # by endpoint: what to use there
     "CompletionRequest": {
-        **dict.fromkeys(("; use tools", "; use tool_choice", _EFFORT, _SYSTEM, _TEMPLATE), _CHATS_ONLY),
+        **dict.fromkeys(
+            ("; use tools", "; use tool_choice", _EFFORT, _SYSTEM, _TEMPLATE, _APART), _CHATS_ONLY
+        ),
         _MESSAGES: "; use prompt",
+        _PREFIX: "; write it at the end of prompt",
         "; use response_format and reasoning_effort": _FORMAT,
     },
     "ResponsesRequest": {
@@ -212,6 +230,7 @@ _WORDS: Mapping[str, Mapping[str, str]] = {  # by endpoint: what to use there
         _FORMAT: "; use text.format",
         _LIMIT: "; use max_output_tokens",
         _MESSAGES: "; use input",
+        _PREFIX: "",
         _SYSTEM: "; use instructions",
         "; use logprobs": "; use include and top_logprobs",
         "; use response_format and reasoning_effort": "; use text.format and reasoning.effort",
@@ -220,6 +239,7 @@ _WORDS: Mapping[str, Mapping[str, str]] = {  # by endpoint: what to use there
         **{f"; use {name}": "" for name in _NOT_IN_MESSAGES.split()},
         **dict.fromkeys((_FORM, _FORMAT), "; use output_config.format"),
         _EFFORT: "; use output_config.effort",
+        _PREFIX: "; use a last message of role assistant",
         _SYSTEM: "; use system",
         _TEMPLATE: "; use thinking",
         "; use stop": "; use stop_sequences",
@@ -236,7 +256,6 @@ _COMPLETIONS = {
     "top_logprobs": Unserved((0,), "; use logprobs"),
 }
 _RESPONSES = {
-    "context_management": Unserved(([],)),
     "logprobs": Unserved((False,), "; use include and top_logprobs"),
     "max_tokens": Unserved(use="; use max_output_tokens"),
 }
@@ -266,7 +285,10 @@ CHANGES: Mapping[str, Mapping[str, Unserved]] = {  # by the name of a type
     **message_fields.CHANGES,
     "InputItem": MEDIA
     | rows("args input parameters params", "; use arguments")
-    | {"tool_calls": Unserved(use="; send an item of type function_call")}
+    | {
+        "tool_calls": Unserved(use="; send an item of type function_call"),
+        "tool_call_id": Unserved(use="; use an item of type function_call_output"),
+    }
     | dict.fromkeys(
         ("arguments", "content", "output", "role", "summary"), Unserved(use=" in an item of this type")
     ),
@@ -287,6 +309,8 @@ HARMLESS: Mapping[str, tuple[str, ...]] = {
     **message_fields.HARMLESS,
     "ResponseTool": ("cache_control", "defer_loading"),
     **{name: _ALL_HARMLESS for name in CHANGES if name.endswith("Request")},
+    # Edits of a history that do nothing below their thresholds: an input that does not fit is refused.
+    "ResponsesRequest": (*_ALL_HARMLESS, "context_management"),
     "MessagesRequest": (
         *_ALL_HARMLESS,
         *(
