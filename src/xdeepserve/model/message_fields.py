@@ -92,7 +92,7 @@ def letters(name: str) -> str:
     return re.sub("[-_]", "", name[:MAX_NAME_CHARS]).lower()
 
 
-class Refusals:
+class RefusedFields:
     """Fields of one type of objects that would change the answer, found by any spelling."""
 
     def __init__(self, changes: Mapping[str, Unserved]) -> None:
@@ -133,8 +133,8 @@ def check_fields(where: str, given: Mapping[str, Any], kind: str, *more: str) ->
 
 
 @cache
-def _refusals(kind: str) -> Refusals:
-    return Refusals(CHANGES[kind])
+def _refusals(kind: str) -> RefusedFields:
+    return RefusedFields(CHANGES[kind])
 
 
 @lru_cache(maxsize=4096)

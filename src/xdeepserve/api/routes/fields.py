@@ -31,7 +31,7 @@ from xdeepserve.model.message_fields import (
     OURS,
     SCHEMAS,
     TEXT_ONLY,
-    Refusals,
+    RefusedFields,
     Unserved,
     rows,
     unknown_field,
@@ -355,8 +355,8 @@ def refusals(kind: str) -> Mapping[str, Unserved]:
 
 
 @cache
-def _refusals(kind: str) -> Refusals:
-    return Refusals(refusals(kind))
+def _refusals(kind: str) -> RefusedFields:
+    return RefusedFields(refusals(kind))
 
 
 class FieldPlace(NamedTuple):
