@@ -309,12 +309,31 @@ def test_a_chat_takes_messages_in_the_forms_of_the_api(llm: LLM) -> None:
             [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}],
             "messages[0].tool_calls[0].function.arguments must be an object or its JSON, found 5",
         ),
+        (
+            [{"role": "assistant", "tool_calls": [{"id": "c", "name": "f", "args": {"k": 7}}]}],
+            "messages[0].tool_calls[0].args is not supported; use arguments",
+        ),
+        ([{"role": "human", "content": "Hi"}], 'user, assistant, tool, developer, found "human"'),
     ],
     ids=str,
 )
 def test_refused_messages_say_what_would_do(llm: LLM, messages: list, message: str) -> None:
     with pytest.raises(RequestError) as refused:
         llm.chat(messages, GREEDY)
+    assert str(refused.value).endswith(message)
+
+
+@pytest.mark.parametrize(
+    ("tool", "message"),
+    [
+        ({"name": "f", "input_schema": {}}, "tools[0].name is not supported; use function"),
+        ({"function": {"name": "f", "input_schema": {}}}, "input_schema is not supported; use parameters"),
+        ({"type": "web_search"}, 'function must be {"name": ..., "parameters": ...}, found null'),
+    ],
+)
+def test_refused_tools_say_what_would_do(llm: LLM, tool: dict, message: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        llm.chat([{"role": "user", "content": "Hi"}], GREEDY, tools=[tool])
     assert str(refused.value).endswith(message)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, get_args
 
 import openai
 import pytest
@@ -195,6 +195,22 @@ async def test_compacting_is_refused_by_name(post: Post) -> None:
     assert (status, body["error"]["code"]) == (400, "unsupported_endpoint")
 
 
+async def test_what_asks_for_nothing_is_taken(post: Post, speaker: FakeEngine) -> None:
+    typed = pytest.importorskip("openai.types.responses")
+    include = list(get_args(typed.ResponseIncludable))
+    for context, mode in (("auto", "standard"), (None, None)):
+        reasoning = {"context": context, "mode": mode, "effort": "low"}
+        status, body = await post(URL, input="hi", include=include, reasoning=reasoning)
+        assert status == 200, body
+
+
+async def test_a_result_in_a_message_says_what_to_use(post: Post, speaker: FakeEngine) -> None:
+    for fields in ({"tool_call_id": "c"}, {}):
+        status, body = await post(URL, input=[{"role": "tool", "content": "x", **fields}])
+        assert status == 400
+        assert body["error"]["message"].endswith("; use an item of type function_call_output")
+
+
 async def test_reasoning_and_truncation(post: Post, speaker: FakeEngine) -> None:
     reasoning = {"effort": "high", "summary": "auto"}
     status, body = await post(URL, input="hi", reasoning=reasoning, truncation="disabled")
@@ -239,13 +255,16 @@ async def test_sampling_is_that_of_chats(post: Post, speaker: FakeEngine, name: 
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": [{"content": "x"}]}, "input[0].role"),
+        ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
         ({"input": [{"type": "function_call", "arguments": "{}"}]}, "input[0].name"),
         ({"input": "x" * 2000}, "input"),
         ({"input": "x", "background": True}, "background"),
         ({"input": "x", "reasoning": {"effort": 5}}, "reasoning.effort"),
         ({"input": "x", "reasoning": {"effort": "a lot"}}, "reasoning.effort"),
         ({"input": "x", "reasoning": {"tokens": 5}}, "reasoning.tokens"),
-        ({"input": "x", "include": ["web_search_call.results"]}, "include"),
+        ({"input": "x", "reasoning": {"context": "all_turns"}}, "reasoning.context"),
+        ({"input": "x", "reasoning": {"mode": "pro"}}, "reasoning.mode"),
+        ({"input": "x", "include": ["web_search_call.colour"]}, "include"),
         ({"input": "x", "top_logprobs": 2}, "top_logprobs"),
         ({"input": "x", "include": ["message.output_text.logprobs"], "top_logprobs": 21}, "top_logprobs"),
         ({"input": "x", "max_output_tokens": 2.5}, "max_output_tokens"),

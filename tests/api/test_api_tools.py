@@ -207,10 +207,16 @@ EXACT = json.dumps(WEATHER["function"]["parameters"])  # type: ignore[index]
 TWO = [WEATHER, *named("get_time")]
 
 
+async def test_names_of_functions_may_be_long(post: Post, speaker: FakeEngine) -> None:
+    for length, status in ((64, 200), (65, 200), (128, 200), (129, 400)):
+        assert (await post(URL, messages=HI, tools=named("f" * length), tool_choice="required"))[0] == status
+
+
 @pytest.mark.parametrize(
     ("fields", "rules"),
     [
         ({"tools": TWO}, None),
+        ({"tools": named("f", parameters={"type": "OBJECT", "properties": {"a": {"type": "int"}}})}, None),
         ({"tools": TWO, "parallel_tool_calls": True, "tool_choice": "auto"}, None),
         ({"tools": TWO, "tool_choice": "none", "parallel_tool_calls": False}, None),
         ({"parallel_tool_calls": False}, None),
@@ -317,7 +323,7 @@ BY_NAME = '{"type": "function", "function": {"name": ...}}'
         ({"tools": [{"type": "function"}]}, "tools[0].function", "required"),
         ({"tools": [{**WEATHER, "strct": True}]}, "tools[0].strct", "unknown field"),
         ({"tools": named("f", returns={})}, "tools[0].function.returns", "not supported"),
-        ({"tools": named("")}, "tools[0].function.name", "1 to 64"),
+        ({"tools": named("")}, "tools[0].function.name", "1 to 128"),
         ({"tools": named("a b")}, "tools[0].function.name", 'found "a b"'),
         ({"tools": named("f", parameters=[])}, "tools[0].function.parameters", "expected `object"),
         (

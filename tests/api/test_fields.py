@@ -12,7 +12,15 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from tests.api.conftest import Post
 from tests.api.fake_engine import FakeEngine
-from xdeepserve.api.openai.requests import ChatRequest
+from xdeepserve.api.openai.requests import (
+    ChatMessage,
+    ChatRequest,
+    ContentPart,
+    FunctionCall,
+    FunctionDefinition,
+    Tool,
+    ToolCall,
+)
 from xdeepserve.api.routes.fields import (
     CHANGES,
     HARMLESS,
@@ -28,6 +36,8 @@ from xdeepserve.api.server.options import ServerOptions
 from xdeepserve.api.server.server import build_app
 from xdeepserve.engine.serving.request import OutputFormats
 from xdeepserve.errors import RequestError
+from xdeepserve.model.chat_template import ChatTemplate
+from xdeepserve.model.message_fields import SERVED
 
 TEXT, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 HI: dict[str, Any] = {"role": "user", "content": "hi"}
@@ -86,6 +96,7 @@ async def test_streams_and_errors_name_them_too(client: TestClient) -> None:
             "tools.function.cost",
         ),
         (RESPONSES, {"client_metadata": {"a": "b"}}, "client_metadata"),
+        (RESPONSES, {"context_management": [{"type": "compaction"}]}, "context_management"),
         (RESPONSES, {"input": [{**HI, "mood": 1}]}, "input.mood"),
         (
             RESPONSES,
@@ -161,9 +172,19 @@ NAMES: list[tuple[str, str, Any, str]] = [
     (CHAT, "maxOutputTokens max_gen_toks num_predict", 3, "; use max_tokens"),
     (CHAT, "k", 3, "; use top_k"),
     (CHAT, "candidateCount", 2, "; use n"),
-    (CHAT, "negative_prompt guidance_scale tool_prompt stop_regex reasoning_format", "none", ""),
+    (CHAT, "negative_prompt guidance_scale tool_prompt stop_regex", "none", ""),
+    (CHAT, "reasoning_format", "none", ": the reasoning is always apart from the content; leave it out"),
     (CHAT, "search_parameters", {}, ""),
-    (CHAT, "separate_reasoning parse_tool_calls", False, ""),
+    (CHAT, "separate_reasoning", False, ": the reasoning is always apart from the content; leave it out"),
+    (TEXT, "reasoning_format", "none", ": it is for chats only"),
+    (CHAT, "parse_tool_calls", False, ""),
+    (CHAT, "end_sequences", ["x"], "; use stop"),
+    (CHAT, "tokens_to_generate max_response_tokens max_out_len", 3, "; use max_tokens"),
+    (CHAT, "terminators stop_ids", [1], "; use stop_token_ids"),
+    (CHAT, "beam_size", 4, ""),
+    (CHAT, "response_prefix prefill assistantPrefix", "So", "; use continue_final_message"),
+    (TEXT, "response_prefix", "So", "; write it at the end of prompt"),
+    (TEXT, "input_prefix input_suffix", "x", "; write it into the prompt"),
     (CHAT, "enable_search", True, ""),
     (TEXT, "chat_history", [HI], "; use prompt"),
     (TEXT, "system_prompt", "x", ": it is for chats only"),
@@ -190,10 +211,29 @@ INSIDE: list[tuple[str, dict[str, Any], str]] = [
         (RESPONSES, {"tools": [{"type": "function", "name": "f", name: SCHEMA}]}, "; use parameters")
         for name in SCHEMAS
     ),
-    *((CHAT, call(function={"name": "f", name: {"a": 1}}), "; use arguments") for name in ("args", "input")),
-    (CHAT, call(name="f", args={"a": 1}), "; use function"),
-    (CHAT, {"messages": [HI, {"role": "tool", "tool_call_id": "c", "output": "4"}]}, "; use content"),
-    (CHAT, {"messages": [{**HI, "images": ["x"]}]}, ": this model reads text only"),
+    *(
+        (CHAT, call(function={"name": "f", name: {"a": 1}}), "; use arguments")
+        for name in ("args", "input", "parameters", "params")
+    ),
+    (CHAT, call(function={"name": "f"}, arguments={"a": 1}), "; use function"),
+    *(
+        (CHAT, {"messages": [HI, {"role": "tool", "tool_call_id": "c", name: "4"}]}, "; use content")
+        for name in ("output", "result", "response", "text")
+    ),
+    *(
+        (CHAT, {"messages": [{"role": "assistant", name: ["x"]}, HI]}, "; use content")
+        for name in ("text", "parts")
+    ),
+    *(
+        (CHAT, {"messages": [{**HI, name: ["x"]}]}, ": this model reads text only")
+        for name in ("images", "files", "attachments", "audio", "videos")
+    ),
+    (CHAT, {"messages": [{**HI, "function_call": {"name": "f"}}]}, "; use tool_calls"),
+    (
+        CHAT,
+        {"messages": [{**HI, "content": [{"type": "text", "text": "a", "image_url": "x"}]}]},
+        ": this model reads text only",
+    ),
     (
         RESPONSES,
         {"input": [{"type": "function_call", "call_id": "c", "name": "f", "args": {}}]},
@@ -212,6 +252,60 @@ async def test_names_of_other_servers_say_what_to_use(
     assert status == 400
     assert body["error"]["message"].endswith(f"is not supported{says}")
     assert not engine.submitted
+
+
+MISSPELT: list[tuple[dict[str, Any], str]] = [
+    ({"messages": [HI, {"role": "tool", "contnet": "4"}]}, "messages[1].contnet (did you mean content?)"),
+    (
+        {"messages": [{"role": "assistant", "toolCalls": [{}]}, HI]},
+        "messages[0].toolCalls (did you mean tool_calls?)",
+    ),
+    (
+        call(function={"name": "f", "argumnets": {}}),
+        "messages[0].tool_calls[0].function.argumnets (did you mean arguments?)",
+    ),
+    (function(parametres={}), "tools[0].function.parametres (did you mean parameters?)"),
+]
+ROLES = ("human", "ai", "model", "function", "ipython", "User")
+# What changes nothing is taken everywhere.
+TAKEN: list[dict[str, Any]] = [
+    {"messages": [{**HI, "name": "me", "id": "m", "timestamp": 3, "metadata": {"a": 1}, "mood": 1}]},
+    {"messages": [{**HI, "images": [], "function_call": None, "parts": [], "audio": None, "text": ""}]},
+    {"messages": [HI], "tools": [{**TOOL, "cache_control": {}, "mood": 1}]},
+    call(function={"name": "f", "arguments": "{}", "id": "x", "mood": 1}, index=0, extra_content={}),
+]
+
+
+@pytest.mark.parametrize(("fields", "says"), MISSPELT, ids=str)
+async def test_misspelt_names_say_what_may_be_meant(
+    post: Post, engine: FakeEngine, fields: dict[str, Any], says: str
+) -> None:
+    engine.formats = OutputFormats(shows_tools=True, tools="hermes")
+    status, body = await post(CHAT, **{**BODIES[CHAT], **fields})
+    assert (status, body["error"]["message"]) == (400, f"unknown field {says}")
+
+
+CHATS = [
+    *(fields for path, fields, _ in INSIDE if path == CHAT and {"messages", "tools"} & fields.keys()),
+    *(fields for fields, _ in MISSPELT),
+    *({"messages": [{"role": role, "content": "x"}]} for role in ROLES),
+    *TAKEN,
+]
+
+
+@pytest.mark.parametrize("fields", CHATS, ids=str)
+async def test_python_refuses_what_the_endpoint_does(
+    post: Post, engine: FakeEngine, fields: dict[str, Any]
+) -> None:
+    engine.formats = OutputFormats(shows_tools=True, tools="hermes")
+    status, body = await post(CHAT, **{**BODIES[CHAT], **fields})
+    template, said = ChatTemplate("{{ messages | tojson }}", "a test"), None
+    try:
+        template.render(messages=fields.get("messages", [HI]), tools=fields.get("tools"))
+    except RequestError as error:
+        said = str(error)
+    assert said == (body["error"]["message"] if status == 400 else None)
+    assert (status == 200) == (fields in TAKEN)
 
 
 HARMLESS_NAMES = """chat_id client conversation_id conversation_name context_id extra_headers headers labels
@@ -298,6 +392,8 @@ def test_no_served_field_is_in_the_tables() -> None:
         known = [*CHANGES.get(name, ()), *HARMLESS.get(name, ()), *OURS.get(name, ())]
         assert len(known) == len(set(known)), name
     served = place_of(ChatRequest)
+    for kind in (ChatMessage, ContentPart, ToolCall, FunctionCall, Tool, FunctionDefinition):
+        assert SERVED[kind.__name__] == set(kind.__struct_fields__)
     assert not served.served & {*CHANGES["ChatRequest"], *HARMLESS["ChatRequest"]}
     assert served.inner["messages"].name == "ChatMessage"
 

@@ -279,7 +279,17 @@ async def test_documents_of_text_are_read(client: TestClient, agent: FakeEngine)
         ("user", document(type="text"), "messages[0].content[0].source.data must be a text, found null"),
         ("user", {"type": "document"}, "source.type must be text or content, found null"),
         ("user", {"type": "image", "source": {}}, "this model reads text only"),
-        ("user", {"type": "server_tool_use"}, "(known: text, document, search_result, tool_result)"),
+        ("user", {"type": "audio"}, "(known: text, document, search_result, tool_result)"),
+        *(
+            ("assistant", {"type": kind}, ": the model cannot be shown such a block; leave it out")
+            for kind in ("server_tool_use", "mcp_tool_use", "web_search_tool_result", "tool_reference")
+        ),
+        (
+            "user",
+            {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "tool_reference"}]},
+            ": the model cannot be shown such a block; leave it out",
+        ),
+        ("assistant", {"type": "compaction"}, "; write its text into a block of type text"),
         ("assistant", PLAIN, "(known: text, thinking, redacted_thinking, tool_use)"),
         (
             "user",
@@ -394,7 +404,7 @@ async def test_tool_choice(
         ({"tool_choice": {"type": "any"}}, "tool_choice any needs tools"),
         ({"tools": [{**TOOL, "strict": "yes"}]}, "tools[0].strict: expected `boolean"),
         ({"tools": [{**TOOL, "description": 5}]}, "tools[0].description: expected `string"),
-        ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name must be 1 to 64"),
+        ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name must be 1 to 128"),
         (
             {"tools": [{**TOOL, "input_schema": {"type": "string"}}]},
             "tools[0].input_schema.type must be object",
@@ -475,7 +485,13 @@ async def test_what_claude_code_sends_is_taken(client: TestClient, agent: FakeEn
         "system": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}],
         "tools": [TOOL, {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}],
         "metadata": {"user_id": "u"},
-        "context_management": {"edits": []},
+        "context_management": {
+            "edits": [
+                {"type": "clear_thinking_20251015", "keep": "all"},
+                {"type": "clear_tool_uses_20250919"},
+                {"type": "compact_20260112"},
+            ]
+        },
         "thinking": {"type": "adaptive"},
         "output_config": {"effort": "medium"},
         "stream": True,

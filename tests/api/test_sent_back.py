@@ -150,7 +150,11 @@ async def test_a_function_that_returns_nothing(post: Post, agent: FakeEngine, gi
         (RESPONSES, "item_reference", ": send the item itself, or previous_response_id"),
         (RESPONSES, "tool_use", "; use function_call"),
         (RESPONSES, "custom_tool_call_output", "; use function_call_output"),
-        (RESPONSES, "web_search_call", "(known: message, reasoning, function_call, function_call_output)"),
+        (RESPONSES, "robot_call", "(known: message, reasoning, function_call, function_call_output)"),
+        *(
+            (RESPONSES, kind, ": the model cannot be shown such an item; leave it out")
+            for kind in ("web_search_call", "local_shell_call", "ghost_snapshot", "compaction")
+        ),
         (CHAT, "tool_use", "; use tool_calls of the message"),
         (CHAT, "tool-call", "; use tool_calls of the message"),
         (CHAT, "function_call", "; use tool_calls of the message"),

@@ -270,17 +270,28 @@ def test_property_names_are_written_in_other_keywords(
 
 
 @pytest.mark.parametrize(
+    ("kind", "written"),
+    [("INTEGER", "integer"), ("float", "number"), ("str", "string"), (["bool", "null"], ["boolean", "null"])],
+)
+def test_types_are_written_in_jsons_words(kind: Any, written: Any) -> None:
+    schema = {"type": "OBJECT", "properties": {"type": {"items": {"type": kind}}}}
+    found = msgspec.json.decode(json_rule(schema).removeprefix("%json "))
+    assert found["type"] == "object"
+    assert found["properties"] == {"type": {"items": {"type": written}}}
+
+
+@pytest.mark.parametrize(
     ("names", "fields", "says"),
     [
-        ({"format": "uuid"}, {}, "supported are an enum or a const of texts, a pattern"),
-        ({"type": "integer"}, {}, "supported are an enum"),
-        ({"not": {"const": "a"}}, {}, "supported are an enum"),
-        ({"pattern": "^x", "maxLength": 3}, {}, "supported are an enum"),
-        ({"pattern": "("}, {}, "supported are an enum"),
-        ({"maxLength": "3"}, {}, "supported are an enum"),
-        ({"maxLength": -3}, {}, "supported are an enum"),
-        ({"anyOf": [{"const": "a"}, {"pattern": "^x"}]}, {}, "supported are an enum"),
-        ({"$ref": "#/$defs/C"}, {}, "supported are an enum"),
+        ({"format": "uuid"}, {}, "supported are an enum of texts, or a const, or a pattern, or lengths"),
+        ({"type": "integer"}, {}, "one of them alone"),
+        ({"not": {"const": "a"}}, {}, "one of them alone"),
+        ({"pattern": "^x", "maxLength": 3}, {}, "one of them alone"),
+        ({"pattern": "("}, {}, "one of them alone"),
+        ({"maxLength": "3"}, {}, "one of them alone"),
+        ({"maxLength": -3}, {}, "one of them alone"),
+        ({"anyOf": [{"const": "a"}, {"pattern": "^x"}]}, {}, "one of them alone"),
+        ({"$ref": "#/$defs/C"}, {}, "one of them alone"),
         ({"$ref": "#/$defs/D"}, {}, "#/$defs/D points to nothing"),
         ({"$ref": "other.json"}, {}, "other.json points to nothing"),
         ({"enum": ["a"]}, {"required": ["b"]}, "excludes 'b', which is required"),

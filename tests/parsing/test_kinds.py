@@ -163,6 +163,21 @@ MEANT: dict[str, tuple[str, str, Any]] = {
             "a parameter": write(("file", "b")).split("\n", 2)[2].rpartition("\n</")[0] + "\nDone.",
         }.items()
     },
+    # The beginning of a call within a value, whose parameter the function does not declare.
+    **{
+        f"quotes the beginning of a call, {form}, {more}": (
+            form,
+            write(("text", f"see {write(('k', '1')).partition('1')[0]}"), *more),
+            {"text": f"see {write(('k', '1')).partition('1')[0]}", **dict(more)},
+        )
+        for form, write in (
+            ("qwen3_coder", qwen),
+            ("minimax", minimax),
+            ("glm", glm),
+            ("deepseek_v32", lambda *some: dsml(*((*each, "true") for each in some))),
+        )
+        for more in ((), (("file", "a"),))
+    },
     # Ends of a call and its section within a value: an end without a beginning, later, is the value's own.
     **{
         f"quotes {what}, {form}": (form, write(("text", value), ("file", "a")), {"text": value, "file": "a"})
@@ -539,6 +554,23 @@ VALUES: dict[str, Any] = {
     "patternProperties": {"^p_": {"type": ["integer", "string"]}, "_n$": {"type": "integer"}, "(a+)+$": TEXT},
     "additionalProperties": TEXT,
 }
+
+
+SPELLINGS = [
+    *(("5", 5, name) for name in ("int", "Integer", "INTEGER", "int64", "long", "float", "double", "NUMBER")),
+    *(("5", "5", name) for name in ("str", "String", "STRING", "text")),
+    *(("true", True, name) for name in ("bool", "Boolean", "BOOLEAN")),
+    *(("[1]", [1], name) for name in ("list", "ARRAY", "List[int]", "int[]", "tuple")),
+    *(('{"a": 1}', {"a": 1}, name) for name in ("dict", "OBJECT", "dict[str, int]")),
+    *(("null", None, name) for name in ("NULL", "none", ["int", "None"])),
+]
+
+
+@pytest.mark.parametrize(("text", "value", "kind"), SPELLINGS)
+def test_types_in_other_spellings_are_those_of_json(text: str, value: Any, kind: Any) -> None:
+    tools = [{"name": "f", "parameters": {"type": "OBJECT", "properties": {"k": {"type": kind}}}}]
+    [call] = parse_answer(minimax(("k", text), name="f"), format="minimax", tools=tools).tool_calls
+    assert json.loads(call.arguments) == {"k": value}
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..errors import CheckpointError, RequestError, abridged
 from ..reading import unreadable
+from .message_fields import REASONING, TEXT_ONLY, check_fields
 
 MAX_REASON_CHARS = 500  # of a template's own words, in an error
 
@@ -43,6 +44,8 @@ class ChatTemplate:
         """Render a chat as text. Raises RequestError with the template's own words if it refuses the
         messages, and for a text longer than `max_chars`."""
         plain = [plain_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
+        for i, tool in enumerate(variables.get("tools") or ()):
+            check_tool(f"tools[{i}]", tool)
         try:
             return self._collect(max_chars, messages=self.forms.applied(plain), **variables)
         except RequestError:
@@ -346,13 +349,14 @@ def plain_message(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(role, str):
         param = f"{where}.role"
         raise RequestError(f"{param} must be a text such as user, found {abridged(role)}", param=param)
+    if role not in ROLES:
+        param, supported = f"{where}.role", ", ".join(ROLES)
+        raise RequestError(f"{param} must be one of {supported}, found {abridged(role)}", param=param)
+    check_fields(where, message, "ChatMessage")
     for name, owner in _OWNERS.items():
-        if message.get(name) and role != owner and role in ROLES:
+        if message.get(name) and role != owner:
             raise RequestError(f"{where}.{name} belongs to the role {owner}", param=f"{where}.{name}")
-    for name, instead in _UNSHOWN.items():
-        if message.get(name):
-            raise RequestError(f"{where}.{name} is not supported{instead}", param=f"{where}.{name}")
-    plain["role"] = ROLES.get(role, role)
+    plain["role"] = ROLES[role]
     plain["content"] = _plain_content(where, role, message)
     parts = message["content"] if isinstance(message.get("content"), list) else []
     thoughts = [part for part in parts if isinstance(part, Mapping) and part.get("type") in _THOUGHTS]
@@ -372,13 +376,9 @@ def plain_message(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
 
 # OpenAI's newer models call the system role "developer"; templates know only "system".
 ROLES = {name: name for name in ("system", "user", "assistant", "tool")} | {"developer": "system"}
-# Fields of an assistant's reasoning: those of this server, of DeepSeek, Ollama, LiteLLM and OpenRouter.
-REASONING = ("reasoning_content", "reasoning", "thinking", "thinking_blocks", "reasoning_details")
 _OWNERS = dict.fromkeys(("tool_calls", *REASONING, "refusal"), "assistant") | {"tool_call_id": "tool"}
 _THOUGHTS = ("thinking", "redacted_thinking", "reasoning", "reasoning_text")  # parts of reasoning
 _TEXTS = (None, "text", "input_text", "output_text")  # parts of text; the latter are those of /v1/responses
-_TEXT_ONLY = ": this model reads text only"
-_UNSHOWN = {"function_call": "; use tool_calls", "images": _TEXT_ONLY, "audio": _TEXT_ONLY}
 # Parts of other APIs, and what to send instead.
 _INSTEAD = {
     **dict.fromkeys(
@@ -414,15 +414,27 @@ def _plain_content(where: str, role: str, message: Mapping[str, Any]) -> str | N
         if kind in _THOUGHTS and role == "assistant":
             continue
         if kind not in (*_TEXTS, "refusal"):
-            instead = _INSTEAD.get(kind, _TEXT_ONLY) if isinstance(kind, str) else ""
+            instead = _INSTEAD.get(kind, TEXT_ONLY) if isinstance(kind, str) else ""
             raise RequestError(
                 f"{param}.type must be text, found {abridged(kind)}{instead}", param=f"{param}.type"
             )
+        check_fields(param, of, "ContentPart")
         text = of.get("refusal" if kind == "refusal" else "text")
         if not isinstance(text, str):
             raise RequestError(f"{param}.text is required", param=f"{param}.text")
         texts.append(text)
     return "\n".join(texts)
+
+
+def check_tool(where: str, tool: Mapping[str, Any]) -> None:
+    """Check that a template would show all of a tool. Raises RequestError, which calls the tool `where`."""
+    check_fields(where, tool, "Tool")
+    function = tool.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        param = f"{where}.function"
+        example = '{"name": ..., "parameters": ...}'
+        raise RequestError(f"{param} must be {example}, found {abridged(function)}", param=param)
+    check_fields(f"{where}.function", function, "FunctionDefinition")
 
 
 def _thought(value: Any) -> str:
@@ -446,6 +458,11 @@ def _plain_call(where: str, call: Any) -> dict[str, Any]:
         param = f"{where}.function"
         example = '{"name": ..., "arguments": ...}'
         raise RequestError(f"{param} must be {example}, found {abridged(function)}", param=param)
+    if function is call:
+        check_fields(where, call, "FunctionCall", "id", "type")
+    else:
+        check_fields(where, call, "ToolCall")
+        check_fields(f"{where}.function", function, "FunctionCall")
     arguments, param = function.get("arguments"), f"{where}.function.arguments"
     if isinstance(arguments, str) or arguments is None:
         arguments = JsonText.of_call(arguments or "{}")

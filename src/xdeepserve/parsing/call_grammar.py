@@ -10,7 +10,7 @@ A model leaves out ends, openers and braces, and writes marks within values. The
    within a quoted call or, with ends of a call and a section or without, before further words, ends it only
    if the value has no end of its own behind: an end without a beginning.
 4. A parameter whose end is missing ends before the next one that the function declares, before the end of its
-   call, or before another call.
+   call, or before another call, whose first parameter its function must declare.
 5. If no call comes out of this, the first end of a value, call or section ends the value.
 
 Then what is left is no call, and all of it is text.
@@ -397,12 +397,13 @@ class CallGrammar:
         Where the text is cut off, leaves the source behind what belongs to the value.
         """
         source, depth = self._source, 0  # depth: of parameters that began within the value
+        is_quoting = False  # the beginning of a call that is none stands before
         while mark := (yield from source.find(self._in_value)):
             place, has_end = source.at, mark == self._value_end
             behind = place + len(mark)
             later: int | None = None
             try:
-                is_end = yield from self._ends_value(mark, schema, is_careful)
+                is_end = yield from self._ends_value(mark, schema, is_careful, is_quoting)
                 is_sure = has_end and not depth and (yield from self._ends_call(behind))
             except CutOff:
                 source.at = place
@@ -417,6 +418,9 @@ class CallGrammar:
                         raise
             if is_end:
                 return (place, mark) if later is None else (later, self._value_end)
+            is_quoting = mark in (self._notation.call, *self._notation.begins) or (
+                is_quoting and mark != self._key
+            )
             depth += mark == self._key
             source.at = behind
         raise NoCallError
@@ -480,7 +484,9 @@ class CallGrammar:
         source.at += len(mark)
         return _Tag(name)
 
-    def _ends_value(self, mark: str, schema: FunctionSchema, is_careful: bool) -> Steps[bool]:
+    def _ends_value(
+        self, mark: str, schema: FunctionSchema, is_careful: bool, is_quoting: bool
+    ) -> Steps[bool]:
         """Whether a mark within a value ends it. Leaves the source anywhere behind the mark."""
         source, n = self._source, self._notation
         is_line = n.is_special or source.text[source.at - 1] == "\n"
@@ -498,7 +504,9 @@ class CallGrammar:
                 tag = yield from self._parameter_name()
             except NoCallError:
                 return False
-            return n.is_special or (schema.declares(tag.name) and (is_line or bool(schema.names)))
+            return (n.is_special and not is_quoting) or (
+                schema.declares(tag.name) and (is_line or bool(schema.names))
+            )
         if mark in (n.call, *n.begins):
             return is_line and (yield from self._is_call())
         source.at += len(mark)
@@ -517,7 +525,7 @@ class CallGrammar:
         return not (yield from self._source.char_behind_space())
 
     def _is_call(self) -> Steps[bool]:
-        """Whether the call of an offered function begins here."""
+        """Whether the call of an offered function begins here: with a parameter that is declared, or none."""
         source = self._source
         is_begun = False
         while (yield from source.take(*self._notation.begins)):
@@ -525,7 +533,14 @@ class CallGrammar:
             yield from source.run(SPACE)
         try:
             tag = yield from self._name(is_begun)
-            return self._notation.is_special or self._functions.may_be(tag.name)
+            if not self._notation.is_special and not self._functions.may_be(tag.name):
+                return False
+            if not (yield from source.peek_behind_space(self._key)):
+                return True
+            yield from source.run(SPACE)
+            yield from source.take(self._key)
+            first = yield from self._parameter_name()
+            return self._functions.schema(tag.name).declares(first.name)
         except NoCallError:
             return False
 

@@ -23,6 +23,27 @@ NUMBERS = ("integer", "number")
 MAX_DEPTH = 50  # of schemas within schemas: what is deeper says nothing
 
 
+# Well-known names of types beside JSON's own, which may also be in capitals (Gemini).
+_SPELLINGS = {
+    **dict.fromkeys(("str", "text"), "string"),
+    **dict.fromkeys(("int", "int32", "int64", "long"), "integer"),
+    **dict.fromkeys(("float", "float32", "float64", "double", "decimal"), "number"),
+    "bool": "boolean",
+    **dict.fromkeys(("none", "nonetype"), "null"),
+    **dict.fromkeys(("list", "tuple", "set"), "array"),
+    **dict.fromkeys(("dict", "map"), "object"),
+}
+
+
+def json_type(name: Any) -> Any:
+    """Return JSON Schema's name of a type, be it written `int`, `INTEGER` or `list[int]`; others stay."""
+    if not isinstance(name, str) or name in ANY:
+        return name
+    plain = name.partition("[")[0].strip().lower()
+    found = "array" if name.endswith("[]") else _SPELLINGS.get(plain, plain)
+    return found if found in ANY else name
+
+
 class FunctionSchema:
     """Schema of a function's arguments."""
 
@@ -79,6 +100,7 @@ class FunctionSchema:
         said: list[Allowed | None] = []
         if isinstance(kinds := schema.get("type"), str | list):
             names = [kinds] if isinstance(kinds, str) else [kind for kind in kinds if isinstance(kind, str)]
+            names = list(map(json_type, names))
             named = {kind for kind in names if kind in ANY} | ({"integer"} if "number" in names else set())
             named |= {"null"} if schema.get("nullable") is True else set()
             said.append(dict.fromkeys(sorted(named)) or None)

@@ -6,6 +6,7 @@ results (`tool_result`), which stand in a user's message here and are messages o
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 import msgspec
@@ -30,6 +31,8 @@ BLOCK_TYPES = {
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
 }
 MEDIA = ("container_upload", "image")
+# Blocks of tools that Anthropic's servers run.
+HOSTED = re.compile(r"(server|mcp)_tool_use|[a-z_]+_tool_result|tool_reference")
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 # What a chat calls otherwise, which errors of the chat that a request becomes name.
 CLIENTS_NAMES = (
@@ -201,6 +204,10 @@ def _input(where: str, block: dict[str, Any]) -> dict[str, Any] | str | None:
 
 def _why_not(kind: Any, known: tuple[str, ...]) -> str:
     """Say why a block is refused: because it is no text, or what types are known."""
+    if isinstance(kind, str) and HOSTED.fullmatch(kind):
+        return ": the model cannot be shown such a block; leave it out"
+    if kind == "compaction":
+        return "; write its text into a block of type text"
     return ": this model reads text only" if kind in MEDIA else f" (known: {', '.join(known)})"
 
 

@@ -12,7 +12,6 @@ import msgspec
 from xdeepserve.api.openai.requests import ChatMessage
 from xdeepserve.engine.serving.request import ServingTokenizer
 from xdeepserve.errors import RequestError, abridged
-from xdeepserve.model.chat_template import ROLES
 from xdeepserve.model.chat_template import plain_message as of_template
 from xdeepserve.parsing.tool_formats import THINK, THINK_END
 
@@ -81,11 +80,6 @@ def ends_in_reasoning(messages: list[ChatMessage]) -> bool:
 def plain_message(where: str, message: ChatMessage) -> dict[str, Any]:
     """Convert a message to the form that templates take. Raises RequestError, which calls the message
     `where`."""
-    if message.role not in ROLES:
-        supported = ", ".join(ROLES)
-        raise RequestError(
-            f"{where}.role must be one of {supported}, found {abridged(message.role)}", param=f"{where}.role"
-        )
     for j, call in enumerate(message.tool_calls or ()):
         if call.type != "function":
             param = f"{where}.tool_calls[{j}].type"

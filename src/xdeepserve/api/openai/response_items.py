@@ -61,7 +61,11 @@ class ResponsesRequest(SamplingRequest, kw_only=True):
 
 
 LOGPROBS = "message.output_text.logprobs"
-INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")  # the reasoning is in the clear anyway
+INCLUDABLE = (  # the reasoning is in the clear anyway, and no answer has the others' parts
+    *(LOGPROBS, "reasoning.encrypted_content", "web_search_call.results", "web_search_call.action.sources"),
+    *("file_search_call.results", "code_interpreter_call.outputs", "message.input_image.image_url"),
+    "computer_call_output.output.image_url",
+)
 _SHARED = (*SamplingRequest.__annotations__, "parallel_tool_calls")  # what a chat has under the same name
 # What is called otherwise in the chat that a request becomes, longer names first.
 _CLIENTS_NAMES = (
@@ -147,6 +151,9 @@ def chat_messages(given: str | list[dict[str, Any]]) -> list[ChatMessage]:
             call_id = _of_item(where, {"role": "tool", "tool_call_id": item.get("call_id")}, ChatMessage)
             messages.append(ChatMessage(role="tool", content=text, tool_call_id=call_id.tool_call_id))
         else:
+            if item.get("role") == "tool":
+                reason = f"{where}.role tool is not supported; use an item of type function_call_output"
+                raise RequestError(reason, param=f"{where}.role")
             message = _of_item(where, {name: item[name] for name in ("role",) if name in item}, ChatMessage)
             content = item.get("content")
             texts = [content] if isinstance(content, str) else _texts(f"{where}.content", content)
@@ -159,7 +166,12 @@ def chat_messages(given: str | list[dict[str, Any]]) -> list[ChatMessage]:
 
 
 _KNOWN = f" (known: {', '.join(ITEMS)})"
+_LEFT_OUT = """apply_patch_call apply_patch_call_output code_interpreter_call compaction compaction_summary
+    computer_call computer_call_output file_search_call ghost_snapshot image_generation_call
+    local_shell_call local_shell_call_output mcp_approval_request mcp_approval_response mcp_call
+    mcp_list_tools shell_call shell_call_output tool_search_call tool_search_output web_search_call"""
 _INSTEAD = {
+    **dict.fromkeys(_LEFT_OUT.split(), ": the model cannot be shown such an item; leave it out"),
     "item_reference": ": send the item itself, or previous_response_id",
     **dict.fromkeys(("custom_tool_call", "tool_call", "tool_use"), "; use function_call"),
     **dict.fromkeys(("custom_tool_call_output", "tool_result"), "; use function_call_output"),
@@ -247,9 +259,18 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | 
     return choice
 
 
+# What `reasoning` may have beside the effort, with the value that asks for nothing.
+_REASONING = {"context": "auto", "mode": "standard"}
+
+
 def _effort(reasoning: dict[str, Any] | None) -> str | None:
     """Return `reasoning.effort`. Requests for summaries are ignored: the reasoning is returned as it is."""
-    refuse_unknown("reasoning", reasoning, ("effort", "summary", "generate_summary"))
+    refuse_unknown("reasoning", reasoning, ("effort", "summary", "generate_summary", *_REASONING))
+    for name, neutral in _REASONING.items():
+        if (reasoning or {}).get(name) not in (None, neutral):
+            param = f"reasoning.{name}"
+            reason = f'{param} must be "{neutral}" or left out, found {abridged((reasoning or {})[name])}'
+            raise RequestError(reason, param=param, code="unsupported_parameter")
     effort = (reasoning or {}).get("effort")
     if effort is not None and not isinstance(effort, str):
         raise RequestError(

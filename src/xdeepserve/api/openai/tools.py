@@ -13,8 +13,9 @@ from xdeepserve.api.openai.structured import refuse_unknown
 from xdeepserve.engine.serving.request import OutputFormats, ToolRules
 from xdeepserve.errors import RequestError, abridged
 from xdeepserve.parsing.call_grammar import Function
+from xdeepserve.parsing.schema_values import json_type
 
-_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 CHOICES = ("auto", "none", "required")
 _BY_NAME = '{"type": "function", "function": {"name": ...}}'
 _WORDS = {**{name: name for name in CHOICES}, "any": "required"}  # by the type of an object
@@ -92,12 +93,12 @@ def _check(where: str, tool: Tool) -> None:
         )
     if not _NAME.fullmatch(tool.function.name):
         raise RequestError(
-            f"{where}.function.name must be 1 to 64 of a-z, A-Z, 0-9, '_', '.' and '-', "
+            f"{where}.function.name must be 1 to 128 of a-z, A-Z, 0-9, '_', '.' and '-', "
             f"found {abridged(tool.function.name)}",
             param=f"{where}.function.name",
         )
     kinds = (tool.function.parameters or {}).get("type", "object")
-    if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+    if "object" not in map(json_type, kinds if isinstance(kinds, list) else [kinds]):
         param = f"{where}.function.parameters.type"
         raise RequestError(f"{param} must be object, found {abridged(kinds)}", param=param)
 

@@ -14,60 +14,53 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from difflib import SequenceMatcher
-from functools import cache, lru_cache
+from functools import cache
 from types import UnionType
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 from aiohttp import web
 
-from xdeepserve.errors import RequestError, meant
+from xdeepserve.errors import RequestError
+from xdeepserve.model import message_fields
+from xdeepserve.model.message_fields import (
+    ARGUMENTS,
+    CONTENTS,
+    MAX_NAME_CHARS,
+    MEDIA,
+    OURS,
+    SCHEMAS,
+    TEXT_ONLY,
+    RefusedFields,
+    Unserved,
+    rows,
+    unknown_field,
+)
 
-MAX_NAME_CHARS = 100
 MAX_IGNORED = 1000  # names of fields that one request may have ignored
 MAX_NAMED = 32  # fields in a header
-MAX_KNOWN = 8  # fields of an object that a message lists
-LIKE = 0.8  # share of letters in common above which one name is taken for a misspelt other
-
-
-class Unserved(NamedTuple):
-    """A field that would change the answer: values, beside null, that ask for nothing, and what to use."""
-
-    neutral: tuple[Any, ...] = ()
-    use: str = ""
-
-    def is_neutral(self, value: Any) -> bool:
-        """Whether a value asks for nothing. JSON has one type of numbers: 1 and 1.0 are equal, true is
-        neither."""
-        return any(value == each and (value is each or not isinstance(value, bool)) for each in self.neutral)
-
 
 _NOTHING: tuple[Any, ...] = (False, 0, "", [], {})  # values that ask for nothing of most fields
 
 
-def _all(names: str, use: str = "", *neutral: Any) -> dict[str, Unserved]:
-    """Make a row for each of some names."""
-    return dict.fromkeys(names.split(), Unserved(neutral, use))
-
-
 # What to use instead, in a chat's words; `_WORDS` has those of the other endpoints.
+_APART = ": the reasoning is always apart from the content; leave it out"
 _CHATS_ONLY = ": it is for chats only"
 _EFFORT = "; use reasoning_effort"
 _FORM = "; use structured_outputs"
 _FORMAT = "; use response_format"
 _LIMIT = "; use max_tokens"
 _MESSAGES = "; use messages"
+_PREFIX = "; use continue_final_message"
 _SYSTEM = "; use a message of role system"
 _TEMPLATE = "; what the chat template knows goes into chat_template_kwargs"
-_TEXT_ONLY = ": this model reads text only"
 # Of every endpoint that generates, unless it serves the field or has words of its own for it in `CHANGES`:
 # fields that some of the four endpoints serve, and those of OpenAI, vLLM, SGLang, llama.cpp, Ollama, TGI,
 # TensorRT-LLM, transformers, Mistral, Cohere, Gemini, xAI, OpenRouter and others that show another prompt,
 # draw other tokens, end elsewhere or give another answer. Other spellings of a name (topK) count as it does.
 GENERATING: Mapping[str, Unserved] = {
     # The prompt.
-    **_all(
+    **rows(
         """chat_history contents conversation_history history input input_ids input_text
         inputs message messages prompt prompt_token_ids query question text_input tool_outputs tool_results
         user_prompt""",
@@ -75,69 +68,77 @@ GENERATING: Mapping[str, Unserved] = {
         "",
         [],
     ),
-    **_all(
+    **rows(
         """additional_instructions instructions preamble pre_prompt system system_instruction system_message
         system_prompt""",
         _SYSTEM,
         "",
         [],
     ),
-    **_all(
+    **rows(
         """attachments audio_data file_ids files image image_data image_url image_urls images multi_modal_data
         multimodal_data video_data videos""",
-        _TEXT_ONLY,
+        TEXT_ONLY,
         *_NOTHING,
     ),
-    **_all("chat_template_kwargs enable_thinking prompt_mode think thinking thinking_config", _TEMPLATE, {}),
-    **_all("chat_template prompt_embeds"),
-    **_all("cached_content character context instruction_template", "", "", []),
-    **_all("lora_path preset template tool_prompt", "", ""),
-    **_all("conversation suffix negative_prompt", "", ""),
-    **_all("connectors data_sources documents guardrails", "", [], {}),
-    **_all("search_domain_filter search_queries_only enable_search web_search", "", False, []),
-    **_all("search_options search_parameters web_search_options"),  # an empty object switches the search on
+    **rows("chat_template_kwargs enable_thinking prompt_mode think thinking thinking_config", _TEMPLATE, {}),
+    **rows("chat_template prompt_embeds"),
+    **rows("cached_content character context instruction_template", "", "", []),
+    **rows("lora_path preset template tool_prompt", "", ""),
+    **rows("conversation suffix negative_prompt", "", ""),
+    **rows("input_extra input_prefix input_suffix", "; write it into the prompt", "", []),
+    **rows("connectors data_sources documents guardrails", "", [], {}),
+    **rows("search_domain_filter search_queries_only enable_search web_search", "", False, []),
+    **rows("search_options search_parameters web_search_options"),  # an empty object switches the search on
     "add_generation_prompt": Unserved((True,)),
     "add_special_tokens": Unserved((False,), ": a chat's template has all the special tokens"),
     "chat_template_content_format": Unserved(("auto", "string")),
     "continue_final_message": Unserved((False,)),
+    **rows(
+        "answer_prefix assistant_prefill assistant_prefix prefill response_prefill response_prefix",
+        _PREFIX,
+        "",
+    ),
     "previous_response_id": Unserved(use=": it is for /v1/responses only"),
     "safe_prompt": Unserved((False,)),
     "truncation": Unserved(("auto", "disabled"), ": an input that does not fit is refused"),
     "prompt_truncation": Unserved(("OFF",), ": an input that does not fit is refused"),
     "truncate_prompt_tokens": Unserved(),
-    **_all("max_input_tokens prompt_truncate_len truncate", "; use truncate_prompt_tokens", 0),
+    **rows("max_input_tokens prompt_truncate_len truncate", "; use truncate_prompt_tokens", 0),
     "truncation_side": Unserved(("left",), ": a prompt's last tokens are kept"),
     # Tools.
-    **_all("function_declarations functions", "; use tools", []),
+    **rows("function_declarations functions", "; use tools", []),
     "function_call": Unserved(("none", "auto"), "; use tool_choice"),
     "tool_config": Unserved(({},), "; use tool_choice"),
-    **_all("max_tool_calls container"),
-    **_all("include mcp_servers", "", []),
+    **rows("max_tool_calls container"),
+    **rows("include mcp_servers", "", []),
     # The length of the answer, and where it ends.
-    **_all(
+    **rows(
         """max_completion_tokens max_gen_len max_gen_toks max_length max_new_tokens max_output_tokens
-        max_tokens_to_generate max_tokens_to_sample n_predict num_predict request_output_len""",
+        max_tokens_to_generate max_tokens_to_sample n_predict num_predict output_len request_output_len
+        max_answer_tokens max_completion_length max_generated_tokens max_out_len max_response_tokens
+        tokens_to_generate""",
         _LIMIT,
     ),
-    **_all(
+    **rows(
         """budget_tokens max_reasoning_tokens max_thinking_tokens reasoning_budget reasoning_tokens
         thinking_budget thinking_budget_tokens thinking_token_budget""",
         ": no limit is for the reasoning alone",
         -1,
     ),
-    **_all("min_length min_new_tokens min_output_tokens", "; use min_tokens", 0),
-    **_all("stop stop_sequence stop_sequences stop_str stop_strings", "; use stop", "", []),
-    **_all("stop_words stopping_strings stops until", "; use stop", "", []),
+    **rows("min_length min_new_tokens min_output_tokens", "; use min_tokens", 0),
+    **rows("stop stop_sequence stop_sequences stop_str stop_strings", "; use stop", "", []),
+    **rows("end_sequences stop_words stopping_strings stops until", "; use stop", "", []),
     "stop_regex": Unserved(("", [])),
-    **_all("end_id eos_token_id", "; use stop_token_ids", []),
+    **rows("end_id eos_token_id eos_token_ids stop_ids terminators", "; use stop_token_ids", []),
     "ban_eos_token": Unserved((False,), "; use ignore_eos"),
     "no_stop_trim": Unserved((False,), "; use include_stop_str_in_output"),
-    **_all("max_time n_indent t_max_predict_ms", "", 0),
+    **rows("max_time n_indent t_max_predict_ms", "", 0),
     # The form of the answer.
-    **_all("choice ebnf format grammar guided_choice guided_decoding guided_grammar guided_json", _FORM, ""),
-    **_all("guided_json_object guided_regex json json_schema regex schema", _FORM, "", False),
-    **_all("json_mode json_object", _FORMAT, False),
-    **_all(
+    **rows("choice ebnf format grammar guided_choice guided_decoding guided_grammar guided_json", _FORM, ""),
+    **rows("guided_json_object guided_regex json json_schema regex schema", _FORM, "", False),
+    **rows("json_mode json_object", _FORMAT, False),
+    **rows(
         """output_format output_schema output_type response_format response_json_schema response_model
         response_schema structured_output text""",
         _FORMAT,
@@ -145,41 +146,45 @@ GENERATING: Mapping[str, Unserved] = {
     ),
     "response_mime_type": Unserved(("text/plain",), _FORMAT),
     "structured_outputs": Unserved(({},), _FORM),
-    **_all("guided_whitespace_pattern structural_tag"),
+    **rows("guided_whitespace_pattern structural_tag"),
     "modalities": Unserved((["text"],)),
     "response_modalities": Unserved((["text"], ["TEXT"])),
     "verbosity": Unserved(("medium",)),
     "output_config": Unserved(({},), "; use response_format and reasoning_effort"),
     # Which tokens are drawn.
-    **_all("manual_seed random_seed rng_seed sampling_seed seed", "; use seed", -1),
+    **rows("manual_seed random_seed rng_seed sampling_seed seed", "; use seed", -1),
     "k": Unserved((0,), "; use top_k"),
     "p": Unserved(use="; use top_p"),
     "temp": Unserved(use="; use temperature"),
-    **_all("typ_p typical typical_p", "; use top_p or min_p", 1),
-    **_all("rep_pen repeat_penalty", "; use repetition_penalty", 1),
+    **rows("typ_p typical typical_p", "; use top_p or min_p", 1),
+    **rows("rep_pen repeat_penalty", "; use repetition_penalty", 1),
     "repetition_penalty": Unserved((1,)),
-    **_all("frequency_penalty min_p min_tokens presence_penalty", "", 0),
-    **_all("dry_multiplier dynatemp_range mirostat mirostat_mode no_repeat_ngram_size penalty_alpha", "", 0),
-    **_all("encoder_no_repeat_ngram_size epsilon_cutoff eta_cutoff min_keep smoothing_factor", "", 0),
-    **_all("diversity_penalty top_a top_n_tokens xtc_probability", "", 0),
-    **_all("beam_width cfg_scale encoder_repetition_penalty guidance_scale num_beam_groups num_beams", "", 1),
-    **_all("best_of dynatemp_exponent len_penalty length_penalty tfs tfs_z", "", 1),
-    **_all("dynamic_temperature early_stopping penalize_nl", "", False),
-    **_all("temperature_last use_beam_search watermark", "", False),
-    **_all("adapter_id custom_logit_processor logit_bias_exp logits_processor_pattern repetition_detection"),
-    **_all("forced_bos_token_id forced_eos_token_id"),
-    **_all("begin_suppress_tokens bad_words_ids force_words_ids suppress_tokens", "", []),
-    **_all("bad_words logits_processors lora plugins", "", []),
-    **_all("samplers sampler_order stop_token_ids transforms", "", []),
-    **_all("banned_strings banned_tokens custom_token_bans", "; use bad_words", "", []),
-    **_all("kv_transfer_params ec_transfer_params logit_bias", "", {}),
-    **_all("sequence_bias session_params vllm_xargs", "", {}),
-    **_all("allowed_token_ids cache_salt exponential_decay_length_penalty"),
+    **rows("frequency_penalty min_p min_tokens presence_penalty", "", 0),
+    **rows("dry_multiplier dynatemp_range mirostat mirostat_mode no_repeat_ngram_size penalty_alpha", "", 0),
+    **rows("encoder_no_repeat_ngram_size epsilon_cutoff eta_cutoff min_keep smoothing_factor", "", 0),
+    **rows("diversity_penalty top_a top_n_tokens xtc_probability", "", 0),
+    **rows(
+        "beam_size beam_width cfg_scale encoder_repetition_penalty guidance_scale num_beam_groups num_beams",
+        "",
+        1,
+    ),
+    **rows("best_of dynatemp_exponent len_penalty length_penalty tfs tfs_z", "", 1),
+    **rows("dynamic_temperature early_stopping penalize_nl", "", False),
+    **rows("temperature_last use_beam_search watermark", "", False),
+    **rows("adapter_id custom_logit_processor logit_bias_exp logits_processor_pattern repetition_detection"),
+    **rows("forced_bos_token_id forced_eos_token_id"),
+    **rows("begin_suppress_tokens bad_words_ids force_words_ids suppress_tokens", "", []),
+    **rows("bad_words logits_processors lora plugins", "", []),
+    **rows("samplers sampler_order stop_token_ids transforms", "", []),
+    **rows("banned_strings banned_tokens custom_token_bans", "; use bad_words", "", []),
+    **rows("kv_transfer_params ec_transfer_params logit_bias", "", {}),
+    **rows("sequence_bias session_params vllm_xargs", "", {}),
+    **rows("allowed_token_ids cache_salt exponential_decay_length_penalty"),
     "do_sample": Unserved((True,), "; temperature 0 draws the likeliest token"),
     "id_slot": Unserved((-1,)),
     "repeat_last_n": Unserved((64,)),
     "top_n_sigma": Unserved((-1, 0)),
-    **_all(
+    **rows(
         """additional_model_request_fields custom_params extra_body extra_params gen_kwargs
         generation_config generation_kwargs inference_config model_kwargs options parameters
         sampling_parameters sampling_params""",
@@ -187,32 +192,36 @@ GENERATING: Mapping[str, Unserved] = {
         {},
     ),
     # What the answer shows.
-    **_all("candidate_count n_cmpl num_completions num_return_sequences", "; use n", 1),
+    **rows("candidate_count n_cmpl num_completions num_return_sequences", "; use n", 1),
     "n": Unserved((1,)),
     "logprobs": Unserved((False,)),
     "top_logprobs": Unserved((0,)),
-    **_all("n_probs top_logprobs_num", "; use logprobs", 0),
-    **_all("response_logprobs return_log_probs return_logprob", "; use logprobs", False),
-    **_all("logprob_token_ids prompt_logprobs token_ids_logprob"),
-    **_all("return_prompt_token_ids return_tokens", "; use return_token_ids", False),
-    **_all("background decoder_input_details deferred details echo ignore_eos", "", False),
-    **_all("include_stop_str_in_output post_sampling_probs raw return_full_text", "", False),
-    **_all("return_hidden_states return_images return_routed_experts return_token_ids", "", False),
-    **_all("return_tokens_as_token_ids thinking_forced_open", "", False),
-    **_all("detokenize include_reasoning parse_tool_calls separate_reasoning", "", True),
-    **_all("skip_special_tokens stream_reasoning", "", True),
+    **rows("n_probs top_logprobs_num", "; use logprobs", 0),
+    **rows("response_logprobs return_log_probs return_logprob", "; use logprobs", False),
+    **rows("logprob_token_ids prompt_logprobs token_ids_logprob"),
+    **rows("return_prompt_token_ids return_tokens", "; use return_token_ids", False),
+    **rows("background decoder_input_details deferred details echo ignore_eos", "", False),
+    **rows("include_stop_str_in_output post_sampling_probs raw return_full_text", "", False),
+    **rows("return_hidden_states return_images return_routed_experts return_token_ids", "", False),
+    **rows("return_tokens_as_token_ids thinking_forced_open", "", False),
+    **rows("detokenize include_reasoning parse_tool_calls", "", True),
+    **rows("skip_special_tokens stream_reasoning", "", True),
     "audio": Unserved(),
     "reasoning": Unserved(({},), _EFFORT),
     "reasoning_effort": Unserved(use=_EFFORT),
-    "reasoning_format": Unserved(("auto", "deepseek", "parsed")),
+    "reasoning_format": Unserved(("auto", "deepseek", "parsed"), _APART),
+    "separate_reasoning": Unserved((True,), _APART),
     "response_fields": Unserved(([],)),
 }
 _NOT_IN_MESSAGES = """bad_words ignore_eos include_stop_str_in_output logprobs min_tokens n repetition_penalty
     return_token_ids seed stop_token_ids truncate_prompt_tokens"""
 _WORDS: Mapping[str, Mapping[str, str]] = {  # by endpoint: what to use there
     "CompletionRequest": {
-        **dict.fromkeys(("; use tools", "; use tool_choice", _EFFORT, _SYSTEM, _TEMPLATE), _CHATS_ONLY),
+        **dict.fromkeys(
+            ("; use tools", "; use tool_choice", _EFFORT, _SYSTEM, _TEMPLATE, _APART), _CHATS_ONLY
+        ),
         _MESSAGES: "; use prompt",
+        _PREFIX: "; write it at the end of prompt",
         "; use response_format and reasoning_effort": _FORMAT,
     },
     "ResponsesRequest": {
@@ -221,6 +230,7 @@ _WORDS: Mapping[str, Mapping[str, str]] = {  # by endpoint: what to use there
         _FORMAT: "; use text.format",
         _LIMIT: "; use max_output_tokens",
         _MESSAGES: "; use input",
+        _PREFIX: "",
         _SYSTEM: "; use instructions",
         "; use logprobs": "; use include and top_logprobs",
         "; use response_format and reasoning_effort": "; use text.format and reasoning.effort",
@@ -229,6 +239,7 @@ _WORDS: Mapping[str, Mapping[str, str]] = {  # by endpoint: what to use there
         **{f"; use {name}": "" for name in _NOT_IN_MESSAGES.split()},
         **dict.fromkeys((_FORM, _FORMAT), "; use output_config.format"),
         _EFFORT: "; use output_config.effort",
+        _PREFIX: "; use a last message of role assistant",
         _SYSTEM: "; use system",
         _TEMPLATE: "; use thinking",
         "; use stop": "; use stop_sequences",
@@ -236,7 +247,7 @@ _WORDS: Mapping[str, Mapping[str, str]] = {  # by endpoint: what to use there
     },
 }
 _COMPLETIONS = {
-    **_all("enable_thinking think", _CHATS_ONLY, False),
+    **rows("enable_thinking think", _CHATS_ONLY, False),
     "parallel_tool_calls": Unserved((True, False), _CHATS_ONLY),
     "reasoning_effort": Unserved(("none",), _CHATS_ONLY),
     "thinking": Unserved(({"type": "disabled"}, False), _CHATS_ONLY),
@@ -245,25 +256,10 @@ _COMPLETIONS = {
     "top_logprobs": Unserved((0,), "; use logprobs"),
 }
 _RESPONSES = {
-    "context_management": Unserved(([],)),
     "logprobs": Unserved((False,), "; use include and top_logprobs"),
     "max_tokens": Unserved(use="; use max_output_tokens"),
 }
 _PARALLEL = Unserved((True,), "; use tool_choice.disable_parallel_tool_use")
-# Other names of a tool's schema, of a call's arguments, and of a message's content.
-_SCHEMAS = """args args_schema arguments input_schema inputs json_schema parameters parameters_json_schema
-    params properties schema"""
-_ARGUMENTS, _CONTENTS = "args arguments input parameters params", "output parts response result text"
-_MESSAGE = {
-    "audio": Unserved(),
-    "function_call": Unserved(({},), "; use tool_calls"),
-    **_all("attachments files images videos", _TEXT_ONLY, []),
-    **_all(_CONTENTS, "; use content", "", []),
-    **dict.fromkeys(("partial", "prefix"), Unserved((False,), "; use continue_final_message")),
-}
-_MEDIA = _all("audio audio_url file file_data file_id file_url image image_url inline_data", _TEXT_ONLY)
-_MEDIA |= _all("input_audio source video video_url", _TEXT_ONLY)
-
 GENERATES = ("ChatRequest", "CompletionRequest", "ResponsesRequest", "MessagesRequest")
 CHANGES: Mapping[str, Mapping[str, Unserved]] = {  # by the name of a type
     "ChatRequest": {},
@@ -271,39 +267,34 @@ CHANGES: Mapping[str, Mapping[str, Unserved]] = {  # by the name of a type
     "ResponsesRequest": _RESPONSES,
     "MessagesRequest": {"parallel_tool_calls": _PARALLEL},
     "MessageParam": {"tool_calls": Unserved(use="; send a block of type tool_use")},
-    "MessageBlock": _all(_ARGUMENTS, "; use input") | _all(_CONTENTS, "; use content", "", []),
+    "MessageBlock": rows(ARGUMENTS, "; use input") | rows(CONTENTS, "; use content", "", []),
     "MessageTool": {
-        **_all(_SCHEMAS, "; use input_schema"),
+        **rows(SCHEMAS, "; use input_schema"),
         "function": Unserved(use="; its fields stand beside type here"),
     },
     "TokenizeRequest": {
         **{
             name: each
             for name, each in GENERATING.items()
-            if each.use in (_MESSAGES, _SYSTEM, _TEMPLATE, _TEXT_ONLY, "; use tools")
+            if each.use in (_MESSAGES, _SYSTEM, _TEMPLATE, TEXT_ONLY, "; use tools")
         },
         **{name: GENERATING[name] for name in ("chat_template", "documents", "truncate_prompt_tokens")},
-        **_all("reasoning reasoning_effort", "; use chat_template_kwargs", {}),
+        **rows("reasoning reasoning_effort", "; use chat_template_kwargs", {}),
     },
     "DetokenizeRequest": {},
-    "ChatMessage": _MESSAGE,
-    "ContentPart": _MEDIA,
-    "ToolCall": {"custom": Unserved()} | _all(f"name {_ARGUMENTS}", "; use function"),
-    "FunctionCall": _all(_ARGUMENTS, "; use arguments"),
-    "Tool": _all(f"custom description function_declarations name strict {_SCHEMAS}", "; use function"),
-    "FunctionDefinition": {
-        **_all(_SCHEMAS, "; use parameters"),
-        "returns": Unserved(use=": describe it in description"),
-    },
-    "InputItem": _MEDIA
-    | _all("args input parameters params", "; use arguments")
-    | {"tool_calls": Unserved(use="; send an item of type function_call")}
+    **message_fields.CHANGES,
+    "InputItem": MEDIA
+    | rows("args input parameters params", "; use arguments")
+    | {
+        "tool_calls": Unserved(use="; send an item of type function_call"),
+        "tool_call_id": Unserved(use="; use an item of type function_call_output"),
+    }
     | dict.fromkeys(
         ("arguments", "content", "output", "role", "summary"), Unserved(use=" in an item of this type")
     ),
-    "InputPart": _MEDIA,
+    "InputPart": MEDIA,
     "ResponseTool": {
-        **_all(_SCHEMAS, "; use parameters"),
+        **rows(SCHEMAS, "; use parameters"),
         "function": Unserved(use="; its fields stand beside type here"),
     },
 }
@@ -315,8 +306,11 @@ _ALL_HARMLESS = (
     *("moderation", "user", "usage"),
 )
 HARMLESS: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("Tool", "FunctionDefinition", "ResponseTool"), ("cache_control", "defer_loading")),
+    **message_fields.HARMLESS,
+    "ResponseTool": ("cache_control", "defer_loading"),
     **{name: _ALL_HARMLESS for name in CHANGES if name.endswith("Request")},
+    # Edits of a history that do nothing below their thresholds: an input that does not fit is refused.
+    "ResponsesRequest": (*_ALL_HARMLESS, "context_management"),
     "MessagesRequest": (
         *_ALL_HARMLESS,
         *(
@@ -338,16 +332,6 @@ HARMLESS: Mapping[str, tuple[str, ...]] = {
         "allowed_callers",
         "input_examples",
     ),
-    "ChatMessage": ("cache_control", "finish_reason", "is_error", "timestamp", "usage", "metadata"),
-    "ContentPart": ("cache_control", "prompt_cache_breakpoint"),
-}
-# What libraries keep beside an answer and send back with it. None is shown to a model.
-_KEPT = ("annotations", "id", "parsed", "parsed_arguments", "provider_specific_fields", "status")
-OURS: Mapping[str, tuple[str, ...]] = {
-    "ChatMessage": (*_KEPT, "index", "type"),
-    "ContentPart": (*_KEPT, "logprobs", "uuid", "signature", "data"),
-    "ToolCall": (*_KEPT, "index", "cache_control", "extra_content"),
-    "FunctionCall": (*_KEPT, "cache_control"),
 }
 # Tools that OpenAI's server runs itself, or whose calls are no JSON: the model is not shown them.
 _HOSTED = re.compile(
@@ -370,14 +354,9 @@ def refusals(kind: str) -> Mapping[str, Unserved]:
     return {**own, **CHANGES.get(kind, {})}
 
 
-def _letters(name: str) -> str:
-    """Return the letters that all spellings of a name share, as `stopSequences` and `stop_sequences` do."""
-    return re.sub("[-_]", "", name[:MAX_NAME_CHARS]).lower()
-
-
 @cache
-def _by_letters(kind: str) -> Mapping[str, Unserved]:
-    return {_letters(name): each for name, each in refusals(kind).items()}
+def _refusals(kind: str) -> RefusedFields:
+    return RefusedFields(refusals(kind))
 
 
 class FieldPlace(NamedTuple):
@@ -468,25 +447,6 @@ def has_untyped(kind: type[msgspec.Struct]) -> bool:
     return any(name == kind.__name__ for name, _ in _UNTYPED)
 
 
-@lru_cache(maxsize=4096)
-def _is_like(name: str, kind: str, served: frozenset[str]) -> bool:
-    """Whether a name is a known one but for its spelling, as `temprature` is. One that is refused has about
-    as many letters: `message_id` is not `message`."""
-    name = name.lower()
-    near = (each for each in refusals(kind) if abs(len(each) - len(name)) <= 1)
-    found = SequenceMatcher(b=name)
-    for each in (*served, *near):
-        found.set_seq1(each)
-        if found.real_quick_ratio() > LIKE and found.quick_ratio() > LIKE and found.ratio() > LIKE:
-            return True
-    return False
-
-
-@cache
-def _all_letters(served: frozenset[str]) -> frozenset[str]:
-    return frozenset(map(_letters, served))
-
-
 class Fields:
     """Judge of a request's fields. `ignored` are the names of those that have no effect.
 
@@ -527,22 +487,11 @@ class Fields:
     def _judge(self, name: str, value: Any, place: FieldPlace, path: str) -> None:
         if name in OURS.get(place.name, ()):
             return
-        is_harmless, letters = name in HARMLESS.get(place.name, ()), _letters(name)
-        is_misspelt = letters in _all_letters(place.served)
-        unserved = None if is_misspelt or is_harmless else _by_letters(place.name).get(letters)
-        if unserved is not None:
-            if not unserved.is_neutral(value):
-                raise RequestError(
-                    f"{path} is not supported{unserved.use}", param=path, code="unsupported_parameter"
-                )
-            return
-        if not is_harmless:
-            is_closed = self._is_strict or place.name not in CHANGES
-            if is_closed or is_misspelt or _is_like(name[:MAX_NAME_CHARS], place.name, place.served):
-                near = meant(name, place.served) or f"; known are {', '.join(sorted(place.served))}" * (
-                    len(place.served) <= MAX_KNOWN
-                )
-                raise RequestError(f"unknown field {path}{near}", param=path, code="unknown_parameter")
+        if name not in HARMLESS.get(place.name, ()):
+            if _refusals(place.name).asks_for_nothing(path, name, value, place.served):
+                return
+            if self._is_strict or place.name not in CHANGES:
+                raise unknown_field(path, name, place.served)
         elif self._is_strict:
             reason = f"{path} has no effect, and this server is strict"
             raise RequestError(reason, param=path, code="unsupported_parameter")

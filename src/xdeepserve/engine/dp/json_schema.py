@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from xdeepserve.errors import RequestError, meant
+from xdeepserve.parsing.schema_values import json_type
 
 # Between two tokens of JSON a space or an indented line: a model cannot go on with white space for ever.
 _WHITE_SPACE = r" |\n {0,16}"
@@ -43,7 +44,10 @@ _OLD = {"divisibleBy": "multipleOf", "disallow": "not", "extends": "allOf"}
 _BESIDE_NAMES = ("$comment", "description", "title", "type")  # in propertyNames, beside what it asks for
 MAX_NAME_CHARS = 10_000  # that a schema of names may give
 MAX_REFS = 32  # from one schema of names to the next
-_NAME_FORMS = "an enum or a const of texts, a pattern, minLength and maxLength, by $ref, anyOf or oneOf too"
+_NAME_FORMS = (
+    "an enum of texts, or a const, or a pattern, or lengths (minLength, maxLength), one of them alone, "
+    "by $ref, anyOf or oneOf too"
+)
 
 
 def json_rule(schema: dict[str, Any] | bool) -> str:
@@ -97,6 +101,9 @@ def _written(schema: Any, root: dict[str, Any]) -> Any:
         return schema
     _check_words(schema)
     made = {keyword: value for keyword, value in schema.items() if not _excludes_nothing(schema, keyword)}
+    if "type" in made:
+        kinds = made["type"]
+        made["type"] = [*map(json_type, kinds)] if isinstance(kinds, list) else json_type(kinds)
     for keyword, place, each in list(_inner(made)):
         if place is None:
             made[keyword] = each if keyword == "propertyNames" else _written(each, root)
@@ -196,7 +203,11 @@ def _names(schema: Any, root: dict[str, Any], depth: int = 0) -> list[str] | str
         return None
     if schema is False:
         return []
-    if not isinstance(schema, dict) or schema.get("type", "string") != "string" or depth > MAX_REFS:
+    if (
+        not isinstance(schema, dict)
+        or json_type(schema.get("type", "string")) != "string"
+        or depth > MAX_REFS
+    ):
         raise refused
     told = {word: value for word, value in schema.items() if word not in ANNOTATIONS and word != "type"}
     if told.keys() <= {"minLength", "maxLength"}:
