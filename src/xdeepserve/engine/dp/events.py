@@ -1,4 +1,4 @@
-"""The one log of what happens in an engine, as typed events (xDeepServe 5.1).
+"""The only log of an engine: everything that happens, as typed events (xDeepServe 5.1).
 
 Each part that tells events gets the `EventLog` on construction, and tells each fact once, when it happens.
 Observers read it first: the page, traces of requests, the server's log, chaos and the tests of virtual times.
