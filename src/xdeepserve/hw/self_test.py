@@ -36,8 +36,11 @@ async def well_dies(pod: Pod, dies: Sequence[int], timeout_ns: int) -> list[int]
         test.cancel()
     for test in late:
         await pod.clock.until_ended(test)
-    well = [die for die, test in tests.items() if test.done() and not test.cancelled() and test.result()]
-    return _without_worst(well, failed)
+    ended = {die: test for die, test in tests.items() if test.done() and not test.cancelled()}
+    for error in [test.exception() for test in ended.values()]:  # of all: none is left for nobody to hear
+        if error is not None:
+            raise error
+    return _without_worst([die for die, test in ended.items() if test.result()], failed)
 
 
 async def _test(pod: Pod, die: int, dies: Sequence[int], failed: set[tuple[int, int]]) -> bool:
