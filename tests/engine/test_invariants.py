@@ -106,6 +106,31 @@ def test_a_breach_ends_the_te_by_its_sentence(
     assert invariants.is_breach(caught.value)
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("recovery.failover=true", "recovery.spare_dies=2"),
+        ("prefill.count=2", "decode.count=2"),
+    ],
+)
+def test_no_other_te_hides_a_breach(
+    overrides: tuple[str, ...], tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault of this program ends every request, also where a lost TE would be replaced or missed."""
+
+    def breaks(turn: Turn) -> str | None:
+        has_two = turn.group.places.running and running(turn).num_generated == 2
+        return "it is broken on purpose" if has_two else None
+
+    monkeypatch.setattr(invariants, "INVARIANTS", (Invariant("Nothing is broken.", breaks),))
+    sizes = ("prefill.dies=1", "decode.dies=1")
+    with (
+        LLM(tiny, "pd", invariants=True, overrides=(*sizes, *overrides)) as llm,
+        pytest.raises(XDeepServeError, match=r"Nothing is broken\. But it is broken on purpose"),
+    ):
+        llm.generate([PROMPT], SamplingParams(max_tokens=6))
+
+
 @pytest.mark.parametrize("deployment", ["monolithic", "transformerless", "pd"])
 def test_checking_changes_neither_bits_nor_times(deployment: str, tiny: TinyCheckpoint) -> None:
     seen = []

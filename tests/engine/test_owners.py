@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,13 +29,14 @@ from xdeepserve.engine.serving.failover import Failover
 from xdeepserve.engine.serving.joining import Joining
 from xdeepserve.engine.serving.te_group import TEGroup
 from xdeepserve.engine.te import te
+from xdeepserve.engine.te.server_seats import ServerSeats
 from xdeepserve.engine.te.steps_apart import StepsApart
 from xdeepserve.engine.te.steps_together import StepsTogether
 from xdeepserve.engine.ways.flow.clock import FlowClock
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw import faults, rdma, self_test
 from xdeepserve.hw.faults import Fault
-from xdeepserve.llm import LLM
+from xdeepserve.llm import LLM, build_engine
 
 PAIR = ("prefill.dies=1", "decode.dies=1")
 APART = ("attention.domains=1", "attention.dies=2", "experts.routed_dies=2")
@@ -207,6 +209,34 @@ def test_an_error_is_heard(kind: Kind, monkeypatch: pytest.MonkeyPatch, tmp_path
         is_asked = kind.meanwhile in (adds_a_te, removes_a_te)
         with pytest.raises(ZeroDivisionError if is_asked else XDeepServeError, match="tried on purpose"):
             llm.generate(prompts, params, meanwhile=kind.meanwhile)
+
+
+@pytest.mark.parametrize("what", ["remove", "remove_server"])
+async def test_an_error_is_heard_after_its_asker_has_gone(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asked for a TE or a server to leave was cancelled; then the engine hears of an error in that."""
+
+    async def fails(self: Any, *_: Any) -> None:
+        await self._clock.sleep(1_000_000) if what == "remove" else await self._pod.clock.sleep(1_000_000)
+        raise ZeroDivisionError("tried on purpose")
+
+    if what == "remove":
+        monkeypatch.setattr(te.TE, "leave", fails)
+        engine = build_engine("tiny-random", "pd", "int8", overrides=[*TWO, "max_model_len=128"])
+        await engine.start()
+        asked = asyncio.ensure_future(engine.remove("prefill 1"))
+    else:
+        monkeypatch.setattr(ServerSeats, "leave", fails)
+        engine = build_engine("tiny-random", "eaas", "int8", overrides=["max_model_len=128"])
+        await engine.start()
+        asked = asyncio.ensure_future(engine.remove_server("te", 0))
+    await asyncio.sleep(0)
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    await engine.settle()
+    assert engine.unhealthy_reason is not None
+    assert "tried on purpose" in engine.unhealthy_reason
+    await engine.stop()
 
 
 def spawns() -> Iterator[tuple[str, ast.Call, bool]]:

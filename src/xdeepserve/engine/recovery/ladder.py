@@ -30,6 +30,7 @@ LossKind: TypeAlias = Literal[
     "die",
     "shell",
     "error",
+    "breach",
     "replacement",
     "departure",
     "engine",
@@ -44,11 +45,12 @@ LOSSES: Final[Mapping[LossKind, str]] = {  # how each kind of loss is noticed
     "die": "a read of a die's memory has found no answer",
     "shell": "the control plane has heard nothing from a TE-shell",
     "error": "any other error has ended a process of the TE, or a rung's mend",
+    "breach": "an invariant has not held after a turn: a fault of this program, which no other TE mends",
     "replacement": "no TE could be brought up in the place of one that was given up",
     "departure": "a TE has left, and the TEs that were to go on without it have been lost meanwhile",
     "engine": "an error has ended a process that works for all TEs",
 }
-OF_A_TE: Final[frozenset[LossKind]] = frozenset(LOSSES) - {"replacement", "departure", "engine"}
+OF_A_TE: Final[frozenset[LossKind]] = frozenset(LOSSES) - {"breach", "replacement", "departure", "engine"}
 
 
 class Loss(NamedTuple):

@@ -64,8 +64,8 @@ class Joining:
         try:
             return await joining
         except asyncio.CancelledError:
-            joining.cancel()
-            if self._end is None:
+            if self._end is None or not joining.cancelled():  # then it is the caller who ends
+                joining.cancel()
                 raise
             raise XDeepServeError(f"no TE of role {role} can join: {self._end}") from None
 

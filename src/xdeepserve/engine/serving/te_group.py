@@ -199,11 +199,27 @@ class TEGroup:
         process = clock.spawn(work, name=name)
         self._moving = [*(each for each in self._moving if not each.done()), process]
         try:
-            return await (process if clock.runs_caller else asyncio.shield(process))
+            return await self._asked(process)
         except asyncio.CancelledError:
-            if self._end is None:
+            if self._end is None or not process.cancelled():  # then it is the caller who ends
                 raise
             raise XDeepServeError(f"{name} no more: {self._end}") from None
+
+    async def _asked(self, process: asyncio.Task[T]) -> T:
+        """Await a process that goes on if whoever asked for it goes away; then the engine hears its error."""
+        if self._plan.pod.clock.runs_caller:
+            return await process
+        try:
+            return await asyncio.shield(process)
+        except asyncio.CancelledError:
+            asyncio.Task.add_done_callback(process, self._hear_alone)
+            raise
+
+    def _hear_alone(self, process: asyncio.Task[Any]) -> None:
+        """Hear the end of a process that nobody awaits any more; a refusal that is late is no failure."""
+        error = None if process.cancelled() else process.exception()
+        if isinstance(error, Exception) and not isinstance(error, XDeepServeError):
+            self.fail(error)
 
     async def close(self) -> None:
         """Close the TE group once there are no requests: loading TEs give their dies back, leaving TEs finish
@@ -245,8 +261,7 @@ class TEGroup:
         te.drain(moves_out)
         leaving = clock.spawn(self._leave(te), name=f"end of {name}")
         self._leaving = [*(each for each in self._leaving if not each.done()), leaving]
-        # It goes on if who asked for it goes away.
-        await (leaving if clock.runs_caller else asyncio.shield(leaving))
+        await self._asked(leaving)
 
     async def _leave(self, te: TE) -> None:
         self._je.lead_away(te)

@@ -16,7 +16,7 @@ from xdeepserve.engine.numbers import GroupRank, StepNo
 from xdeepserve.engine.recovery.ladder import Loss, Remedies, Remedy, at_once, climb
 from xdeepserve.engine.te.hearing import Hearing, hear_layers
 from xdeepserve.engine.te.heartbeat import Heartbeats
-from xdeepserve.engine.te.invariants import check
+from xdeepserve.engine.te.invariants import check, is_breach
 from xdeepserve.engine.te.life import Life, Lifetime
 from xdeepserve.engine.te.listeners import listeners
 from xdeepserve.engine.te.lost_pages import LostPages, Mend
@@ -110,7 +110,13 @@ class TE:
         self.health.wake = self._turns.wake_all
         self.seats = ServerSeats(plan, self.lifetime, self._hearing, self.monitor, self._turns)
 
-        # Who hears of the moves of members, and what the TE itself can do about a loss.
+        # What the TE itself can do about a loss, and who hears of the moves of members.
+        self.remedies: Remedies = {
+            "run again": Remedy(self.recovery.why_not, self._roll_back),
+            "mask": Remedy(self.seats.why_not, self.members.miss),
+            "go on without": Remedy(self._why_not_without, self._go_on_without),
+            "wait": Remedy(lambda _: None, lambda _: None),
+        }
         self.members.listen(
             listeners(
                 *(plan, tell, self.groups, self.health, self.recovery),
@@ -119,12 +125,6 @@ class TE:
                 process=self._start_program,
             )
         )
-        self.remedies: Remedies = {
-            "run again": Remedy(self.recovery.why_not, self._roll_back),
-            "mask": Remedy(self.seats.why_not, self.members.miss),
-            "go on without": Remedy(self._why_not_without, self._go_on_without),
-            "wait": Remedy(lambda _: None, lambda _: None),
-        }
 
     # ---- the loop ------------------------------------------------------------------------------------
 
@@ -214,7 +214,7 @@ class TE:
 
     def _fail(self, error: Exception) -> None:
         """Climb the ladder with an error that has ended one of the TE's processes."""
-        self.lose(Loss("error", self.plan.name, (), error))
+        self.lose(Loss("breach" if is_breach(error) else "error", self.plan.name, (), error))
 
     def _loss_of(self, error: Exception) -> Loss:
         """Return the loss that an error in the loop tells of, with the dies that are suspected."""
@@ -223,7 +223,7 @@ class TE:
                 "page" if isinstance(error, PageLostError) else "glitch", self.plan.name, (error.die,), error
             )
         if not isinstance(error, DeadlineError):
-            return Loss("error", self.plan.name, (), error)
+            return Loss("breach" if is_breach(error) else "error", self.plan.name, (), error)
         silent = self.health.ranks("lost") or self._copying
         dies = tuple(die.index for rank in silent for die in self.groups[rank].dies)
         return Loss("silence", self.plan.name, dies, error)
