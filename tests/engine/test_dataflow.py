@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.engine.pods import SHAPES, overrides
 from xdeepserve.comm.channel import Outbox
-from xdeepserve.comm.trampoline.token_flow import FlowExpertSide
+from xdeepserve.comm.trampoline.token_flow import Arrival, FlowExpertSide
 from xdeepserve.engine.deploy.resolve import resolve
-from xdeepserve.engine.die.dataflow import DataflowExpertProgram
+from xdeepserve.engine.die.expert_memory import ExpertMemory
+from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.dp.events import Given, Observed
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.te.host import Host
+from xdeepserve.engine.ways.flow.real import FlowEnd
 from xdeepserve.errors import DeploymentError, XDeepServeError
+from xdeepserve.hw.clock import Clock
+from xdeepserve.hw.pod import Pod
 from xdeepserve.llm import LLM, build_engine, digest
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
@@ -192,31 +198,31 @@ def test_what_experts_take_and_make_is_bytes_of_their_die(
 ) -> None:
     """A bit flipped there, before the experts run or before their answers are sent, changes the digest."""
     expected, _, _ = once(precision, SHAPES[0], "dataflow=true")
-    experts = DataflowExpertProgram.run_experts
+    experts = ExpertProgram.run_experts
 
-    def spoil(program: DataflowExpertProgram) -> None:
+    def spoil(program: ExpertProgram) -> None:
         program.die.memory.buffer[program.mem.workspace.address(name).offset + 2] ^= 1 << 6
 
-    async def late(self: DataflowExpertProgram, *args: Any) -> None:
+    async def late(self: ExpertProgram, *args: Any) -> None:
         if name != "flow/answers":
             spoil(self)
         await experts(self, *args)
         if name == "flow/answers":
             spoil(self)
 
-    monkeypatch.setattr(DataflowExpertProgram, "run_experts", late)
+    monkeypatch.setattr(ExpertProgram, "run_experts", late)
     assert run(precision, SHAPES[0], "dataflow=true")[0] != expected
 
 
 def test_answers_go_round_a_buffer_and_none_is_overwritten_before_it_is_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    room_for, answer = DataflowExpertProgram.room_for, FlowExpertSide.answer
+    answers, answer = ExpertMemory.answers, FlowExpertSide.answer
     rounds = [0]
 
-    def counted(self: DataflowExpertProgram, rows: int) -> Any:
+    def counted(self: ExpertMemory, rows: int) -> Any:
         before = self.next_answer
-        out = room_for(self, rows)
+        out = answers(self, rows)
         rounds[0] += self.next_answer <= before
         return out
 
@@ -226,12 +232,64 @@ def test_answers_go_round_a_buffer_and_none_is_overwritten_before_it_is_sent(
         assert out.tobytes() == kept
         await answer(self, arrival, out)
 
-    monkeypatch.setattr(DataflowExpertProgram, "room_for", counted)
+    monkeypatch.setattr(ExpertMemory, "answers", counted)
     monkeypatch.setattr(FlowExpertSide, "answer", late)
     shape = (3, 2, 2, 1, 2)
     few = ("scheduler.max_num_batched_tokens=4", "scheduler.max_num_seqs=4")
     assert run("int8", shape, "dataflow=true", *few)[0] == run("int8", shape)[0]
     assert rounds[0] > 3
+
+
+class Side:
+    """Side of an expert die to which attention dies post `rows`, one exchange after another."""
+
+    def __init__(self, clock: Clock, posts: list[tuple[int, int, int]]) -> None:
+        self.clock, self.posts, self.lanes, self.called = clock, posts, ("", ""), ""
+
+    def reset(self) -> None:
+        self.posts = []
+
+    async def arrivals(self) -> list[int]:
+        if not self.posts:
+            await self.clock.sleep(1_000_000_000)
+        return [attention for attention, _, _ in self.posts]
+
+    async def take(self, attention: int) -> Any:
+        _, event, rows = self.posts.pop(0)
+        return Arrival(attention, event, np.zeros(rows))  # type: ignore[arg-type]
+
+
+def test_a_batch_is_of_one_layer_and_fits_and_a_rollback_empties_the_queues() -> None:
+    pod = Pod()
+    pod.plan(0)
+    pod.materialise()
+    posts = [(0, 2, 3), (1, 1, 1), (2, 2, 3), (3, 4, 2)]  # events 2 and 4 are of one layer of two
+
+    async def main() -> None:
+        side: Any = Side(pod.clock, posts[:])
+        end = FlowEnd(pod.dies[0], [side], [], 1, 4, [1, 3])
+        receive = dict(end.streams())["A2E receive 0"]
+
+        async def batches(count: int) -> list[list[int]]:
+            receiving = pod.clock.spawn(receive(), name="receive")
+            await pod.clock.sleep(1)
+            found = [[each.clients[0] for each in await end.next_batch(6)] for _ in range(count)]
+            receiving.cancel()
+            return found
+
+        assert await batches(1) == [[0, 2]]  # the third of this layer has no room beside them
+        side.posts = [(3, 6, 1)]
+        assert await batches(2) == [[1], [3, 3]]
+        side.posts = [(0, 1, 1), (1, 2, 1)]
+        assert await batches(1) == [[0]]
+        end.register()
+        side.posts = [(2, 1, 1)]
+        assert await batches(1) == [[2]]
+
+    async def run_main() -> None:
+        await pod.clock.spawn(main(), name="test")
+
+    asyncio.run(run_main())
 
 
 def test_an_expert_die_that_never_answers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,6 +95,7 @@ class ExpertMemory:
         self.held = (*self.experts, *copies)  # what is loaded into the first of these slots
         self.holds = holds(self.slots, self.is_shared)
         self.max_rows = max_rows
+        self.next_answer = 0  # row of the buffer of answers
         specs = weight_specs(config, recipe, 1, len(self.slots), placed.num_mtp_layers)
         self.specs = select(specs, *PARTS[self.holds])
         self.workspace = self._plan_space(plan.app, is_flow)
@@ -175,6 +176,19 @@ class ExpertMemory:
         for name, out in found._asdict().items():
             np.concatenate([getattr(part, name) for part in parts], out=out)
         return found
+
+    def answers(self, rows: int) -> Array:
+        """Reserve rows in the ring buffer of answers and return them as an array [N, H].
+
+        Whoever sends tokens sends again only after the answers have come. So each has at most one exchange's
+        rows on their way. The buffer has room for those rows, and for an end that is too short for the next
+        batch.
+        """
+        width, name = self.config.hidden_size, "flow/answers"
+        room = self.workspace.size(name) // width
+        first = self.next_answer if self.next_answer + rows <= room else 0
+        self.next_answer = first + rows
+        return self.workspace.take(name, room, width)[first : first + rows]
 
     def assemble(self) -> list[Held]:
         """Build the experts of each MoE layer on this memory; an MTP layer that is used again comes twice."""

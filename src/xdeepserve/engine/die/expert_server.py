@@ -1,7 +1,11 @@
-"""The program of an expert server (EaaS 3.3): poll, form a batch, run experts, answer.
+"""The program of an expert die that waits for nobody by name: an expert server (EaaS 3.3), or an expert die
+where tokens flow (xDeepServe 5.3).
 
-The program is one loop that knows no step and no group. It serves whatever clients have written to its slots.
-A row's result does not depend on the rows beside it, so the bits are those of every other deployment.
+    next batch -> experts -> answer
+
+It is one loop that knows no step, no group and no order. The experts of a layer run on the tokens that have
+come for it by then. A row's result does not depend on the rows beside it, so the bits are those of every
+other deployment.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import numpy as np
 
 from xdeepserve.comm.exchange.rows import TokenCopies
 from xdeepserve.engine.die.expert_memory import STOP, ExpertMemory, FlowRows
-from xdeepserve.engine.die.experts import ExpertProgram
+from xdeepserve.engine.die.experts import ExpertProgram, Stream
 from xdeepserve.engine.lanes import COMPUTE
 from xdeepserve.engine.walk.runner import Pace
 from xdeepserve.hw.clock import Process
@@ -25,7 +29,10 @@ from xdeepserve.step.linear import Threads
 
 
 class AskedOfExperts(Protocol):
-    """Request to an expert server for one layer, from one slot of a client or several slots merged."""
+    """Request to an expert die for one layer, from one slot of a client or several slots merged.
+
+    Where tokens flow, a client is an attention die, and each of its microbatches is a slot.
+    """
 
     @property
     def layer(self) -> int: ...
@@ -41,18 +48,23 @@ class AskedOfExperts(Protocol):
 
 
 class ServerEnd(Protocol):
-    """An expert server's end of the client protocol: of `comm.services`, or with virtual time alone."""
+    """An expert die's end of a protocol without barriers: `comm.services`, token flow, or the clock alone."""
 
-    def register(self) -> None: ...
+    def register(self) -> None:
+        """Forget requests that have not been answered; clients send them again."""
 
     async def next_batch(self, room: int) -> Sequence[Any]:
         """Wait for the next requests (`AskedOfExperts`), all for one layer, with at most `room` rows."""
 
-    async def answer(self, batch: Sequence[Any], expert_out: Array) -> None: ...
+    async def answer(self, batch: Sequence[Any], expert_out: Array) -> None:
+        """Answer a batch, or have a stream do it; `expert_out` stays as it is until then."""
 
 
 class ExpertServerProgram(ExpertProgram):
-    """Program of an expert server; `server` is its end of the client protocol."""
+    """Program of an expert die without barriers; `server` is its end of the protocol.
+
+    `streams` are kernels beside the experts', with their names, where such receive and send.
+    """
 
     def __init__(
         self,
@@ -62,16 +74,17 @@ class ExpertServerProgram(ExpertProgram):
         threads: Threads,
         pace: Pace,
         reports: Queue[msgspec.Struct],
+        streams: Sequence[tuple[str, Stream]] = (),
     ) -> None:
         super().__init__(die, mem, [], [], threads, pace, reports)
-        self.server = server
+        self.server, self._streams = server, (*streams, ("expert service", self._serve))
 
     def start_streams(self) -> list[Process]:
-        """Start the die's single kernel, the expert service, as a process."""
-        return [self._spawn(self._serve, "expert service")]
+        """Start the die's kernels, each as a process."""
+        return [self._spawn(stream, name) for name, stream in self._streams]
 
     async def _until_stop(self, streams: Sequence[Process]) -> None:
-        """Wait until the doorbell says stop; until then the kernel serves all clients."""
+        """Wait until the doorbell says stop; until then the kernels serve all clients."""
         await self.mem.doorbell.reaches(self.die, STOP)
 
     def _reset(self, step: int) -> None:
@@ -87,19 +100,19 @@ class ExpertServerProgram(ExpertProgram):
         rows, width = len(experts), mem.config.hidden_size
         dtype = np.int8 if mem.recipe == "int8" else np.float32
         payload, scale = np.zeros((rows, width), dtype), np.ones(rows, np.float32)
-        out = mem.workspace.take("flow/answers", rows, width)
+        out = mem.answers(rows)
         for layer in range(len(self.layers)):
             await self.run_experts(out, FlowRows(payload, scale, experts), float, layer)
 
     async def _serve(self) -> None:
-        spec, hidden = self.die.spec, self.mem.config.hidden_size
+        spec = self.die.spec
         while True:
             self.die.trace.at()  # the wait is for any layer
             batch: Sequence[AskedOfExperts] = await self.server.next_batch(self.mem.max_rows)
             layer, start = batch[0].layer, self.die.clock.now
             self.die.trace.at(**self.place_of(batch))
             received = self.mem.gathered([each.received for each in batch])
-            out = self.mem.workspace.take("flow/answers", len(received), hidden)
+            out = self.mem.answers(len(received))
             # Nobody knows how many tokens are on their way to others: these bring the average.
             await self.run_experts(out, received, lambda count: spec.billed_copies(count, count), layer)
             name = f"{len({client for each in batch for client in each.clients})} clients"

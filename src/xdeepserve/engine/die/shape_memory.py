@@ -277,6 +277,10 @@ class ShapeExpertMemory(ExpertMemory):
         (one,) = parts
         return one
 
+    def answers(self, rows: int) -> Array:
+        """Return the shape [N, H] of answers."""
+        return self.workspace.take("flow/answers", rows, self.config.hidden_size)
+
     def assemble(self) -> list[Held]:
         """Build the experts of each MoE layer, as shapes."""
         layers = assemble_experts(self.specs, packed_shapes(self.specs))
