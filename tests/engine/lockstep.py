@@ -10,8 +10,7 @@ import pytest
 from tests.engine.pods import overrides
 from xdeepserve.engine.balance.reconfigure import Reconfiguration
 from xdeepserve.engine.dp.sampling_params import SamplingParams
-from xdeepserve.engine.run.lockstep.kernels.attention import BUFFERS
-from xdeepserve.jit.compiling import uses_amx
+from xdeepserve.engine.run.lockstep.kernels.attention import SCRATCH
 from xdeepserve.llm import LLM, digest
 from xdeepserve.model.presets import PRESET_DIRECTORY, TinyCheckpoint
 from xdeepserve.model.seeded import SeededCheckpoint
@@ -22,7 +21,6 @@ GREEDY = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
 PROMPTS = [[5 + i, *range(10, 10 + i % 5)] for i in range(7)]
 Model = str | SeededCheckpoint
 Image = dict[tuple[int, str], bytes]
-ABSORBED = ("q_lat", "o_lat")
 
 
 def serve(
@@ -72,15 +70,11 @@ def fill_slots(reconfiguration: Reconfiguration) -> None:
         gate.replicas.set_map(phy2log)
 
 
-def compare(image: Image, expected: Image, settings: Sequence[str], passing: Sequence[str] = ()) -> None:
-    """All regions but those that something need not pass through. `settings` are of the pod."""
-    if passing == ABSORBED and not uses_amx():
-        passing = ()
-    if "dies=1" in settings:
-        passing = (*passing, "slot_out", *(["expert_out"] if "combine=int8" in settings else []))
+def compare(image: Image, expected: Image, settings: Sequence[str]) -> None:
+    """All regions but scratch that nobody reads after its layer. `settings` are of the pod."""
+    answers = {"expert_out"} if {"dies=1", "combine=int8"} <= {*settings} else set()  # rounded in place
     assert image.keys() == expected.keys()
-    assert {*passing} <= {*BUFFERS, "expert_out"}
-    assert not [key for key in image if image[key] != expected[key] and key[1] not in passing]
+    assert not [key for key in image if image[key] != expected[key] and key[1] not in SCRATCH | answers]
 
 
 def check_apart(
@@ -105,15 +99,13 @@ def check_colocated(
     *settings: str,
     model: Model = "tiny-random",
     prompts: list[list[int]] = PROMPTS,
-    passing: tuple[str, ...] = (),
 ) -> None:
-    """The digest, and every byte of every region: weights, caches, fields, rows, results and scratch; but
-    for regions that what is `passing` from one kernel to the next need not go through."""
+    """The digest, and every byte of every region but scratch: weights, caches, fields, rows and results."""
     settings = ("max_model_len=64", *settings)
     expected, expected_image, expected_ns = serve(model, "colocated", precision, [*settings], prompts)
     found, image, found_ns = serve(model, "colocated", precision, [*settings, "lockstep=true"], prompts)
     assert found == expected
-    compare(image, expected_image, settings, passing)
+    compare(image, expected_image, settings)
     # Exchanges are priced as a whole here, and die by die there; stages are compared in test_one_clock.py.
     assert 0.85 * expected_ns < found_ns < 1.1 * expected_ns
 

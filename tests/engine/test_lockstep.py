@@ -1,8 +1,7 @@
 """Lockstep: all dies of a step at once leave the same bytes in the same places as a task for each.
 
-But for what passes from one kernel to the next by a shorter way: experts' answers on one die in one call,
-which are taken from where experts left them (and rounded there), and what many rows of a sequence absorb on a
-matrix unit.
+But for scratch that no later layer reads (`SCRATCH`), and experts' answers on one die in one call, which are
+rounded where experts left them.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numba
 import numpy as np
 import pytest
 
 from tests.engine.lockstep import (
-    ABSORBED,
     GREEDY,
     KEPT_FLOAT,
     PRECISIONS,
@@ -38,12 +37,13 @@ from tests.engine.lockstep import (
 from tests.engine.pods import SHAPES, overrides
 from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import resolve
+from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.run.lockstep import colocated, disaggregated
 from xdeepserve.engine.run.lockstep.heads import Heads
 from xdeepserve.engine.run.lockstep.kernels import one_die
 from xdeepserve.engine.run.lockstep.kernels import sync as sync_kernels
-from xdeepserve.engine.run.lockstep.kernels.attention import FEW, MANY
+from xdeepserve.engine.run.lockstep.kernels.attention import FEW, MANY, SCRATCH
 from xdeepserve.engine.run.lockstep.lockstep import Contribution, Lockstep
 from xdeepserve.errors import DeploymentError, XDeepServeError
 from xdeepserve.llm import LLM, build_engine, digest
@@ -88,11 +88,40 @@ def test_many_rows_on_one_die_in_one_call(precision: str, threads: int) -> None:
 @pytest.mark.parametrize("threads", [1, 2])
 def test_many_rows_that_fill_tiles(precision: str, threads: int) -> None:
     """Of a matrix unit, where there is one: of the second die of two, and of one die in one call."""
-    model, passing = variant(qk_rope_head_dim=32), ABSORBED if precision == "int8" else ()
-    check_colocated(
-        precision, "dies=2", f"threads={threads}", *ROOM, model=model, prompts=LONG, passing=passing
-    )
-    check_monolithic(precision, *ROOM, threads=threads, model=model, prompts=LONG, passing=passing)
+    model = variant(qk_rope_head_dim=32)
+    check_colocated(precision, "dies=2", f"threads={threads}", *ROOM, model=model, prompts=LONG)
+    check_monolithic(precision, *ROOM, threads=threads, model=model, prompts=LONG)
+
+
+@pytest.mark.parametrize("more", [(), ("lockstep=true",)])
+@pytest.mark.parametrize(
+    ("deployment", "settings"),
+    [
+        ("monolithic", ("mtp=2",)),
+        ("colocated", ("dies=3", "mtp=1", "scheduler.max_num_batched_tokens=9")),
+        ("moe-attention", overrides(SHAPES[0], "mtp=1")),
+    ],
+)
+def test_scratch_is_read_by_no_later_step(
+    deployment: str, settings: Sequence[str], more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NaN in it before each step, or 0xA5 in integers, changes no bit of any result."""
+    settings = ["max_model_len=64", *settings, *(more or ["lockstep=false"] * (deployment == "monolithic"))]
+    expected = serve("tiny-random", deployment, "int8", settings)
+    launch, filled = DPGroup.launch, set()
+
+    def poisoned(group: DPGroup, *args: Any) -> None:
+        for die in group.dies:
+            for name, region in die.memory.app.regions.items():
+                if name in SCRATCH:
+                    filled.add(name)
+                    die.memory.write(region.offset, (b"\xa5" if name == "q8" else b"\xff") * region.nbytes)
+        launch(group, *args)
+
+    monkeypatch.setattr(DPGroup, "launch", poisoned)
+    found = serve("tiny-random", deployment, "int8", settings)
+    assert filled >= {"x", "y", "q8", "q8_scale", "kv", "q_a", "q", "q_lat", "o_lat", "o", "gate_logits"}
+    assert (found[0], found[2]) == (expected[0], expected[2])
 
 
 @pytest.mark.parametrize("num_prompts", [1, 3])
@@ -283,7 +312,6 @@ def check_monolithic(
     model: Model = "tiny-random",
     num_prompts: int = 9,
     prompts: list[list[int]] | None = None,
-    passing: tuple[str, ...] = (),
 ) -> None:
     """One call for all layers against kernel by kernel: digest, virtual time, and every byte that stays."""
     prompts = prompts or [[5 + i, *range(10, 10 + 3 * i)] for i in range(num_prompts)]
@@ -294,7 +322,7 @@ def check_monolithic(
     together = [*settings, f"threads={threads}", "lockstep=true"]
     found, image, found_ns = serve(model, "monolithic", precision, together, prompts)
     assert (found, found_ns) == (expected, expected_ns)
-    compare(image, expected_image, [*settings, "dies=1"], passing)
+    compare(image, expected_image, [*settings, "dies=1"])
 
 
 @pytest.mark.thin(3)

@@ -157,7 +157,7 @@ class ColocatedLockstep(Lockstep):
             args = (self.shape, self.exchange.inter, self.buffers, self.weights, self.experts, passes, is_moe)
             return [(one_die.run_together, (*args, self.inputs, self.cuts[0, 1], self.scratch, self.sync))]
         if self._exchange is None:
-            return [self.layer(at, self.cuts, False, at == passes[-1]) for at in passes.tolist()]
+            return [self.layer(at, self.cuts, False) for at in passes.tolist()]
         return [self.twin.layers(self, (passes, is_moe, events))]
 
     def _check(self, visits: Sequence[Visit], passes: Sequence[int]) -> None:

@@ -163,7 +163,7 @@ class DisaggregatedLockstep(Lockstep):
                     self.spread(*rounds, [*after, *away[m]])
                     rounds, after, away[m] = [], [], []
                     self.staged.run(at, visit.program, shares, self.columns[at], self.cuts[m], m)
-                layer = self.layer(at, self.cuts[m], is_moe, visit is visits[-1])
+                layer = self.layer(at, self.cuts[m], is_moe)
                 rounds.append([*after, *away[m], layer])
                 after, away[m] = [], []
                 if is_moe:

@@ -252,13 +252,10 @@ class Lockstep(ABC):
         """Return the number of the step's pass that uses this cache of the first die."""
         return self._pass_at[id(cache)]
 
-    def layer(self, at: int, cuts: np.ndarray, is_moe: bool, is_last: bool) -> Call:
+    def layer(self, at: int, cuts: np.ndarray, is_moe: bool) -> Call:
         """Return the call for a layer up to the gate, or a whole layer without experts, on rows `cuts` [dies,
-        2].
-
-        is_last: whether it is the last layer of the run.
-        """
-        args = (self.shape, self.buffers, self.beside, self.weights[at], self.inputs, cuts, is_moe, is_last)
+        2]."""
+        args = (self.shape, self.buffers, self.beside, self.weights[at], self.inputs, cuts, is_moe)
         return layer_stage, (*args, self.scratch, self.sync)
 
     def spread(self, *rounds: Sequence[Call]) -> None:

@@ -24,6 +24,8 @@ BUFFERS = (
     X, Y, Q8, Q8_SCALE, KV, Q_A, Q, Q_LAT, O_LAT, HEADS_OUT, GATE_UP, ACT,
     LOGITS, TOPK_IDX, TOPK_WEIGHTS, SHARED, SLOT_OUT, TOPK_PHYSICAL,
 ) = range(18)  # fmt: skip
+# What no stage of a later layer reads. Of it dies in lockstep leave other bytes than by tasks, or none.
+SCRATCH = frozenset(BUFFERS) - {"topk_idx", "topk_weights", "topk_physical"}
 COS, SIN, ROTARY_SIZE, RANK = range(18, 22)
 ROUTES = 22  # the buffer that tells where tokens go: topk_physical if there is one, else topk_idx
 SHARED_EXPERT = 23  # the physical expert that the die's tokens take for the shared one, if dispatched

@@ -129,10 +129,10 @@ def run_layers(
     this name in `colocated_stages`, and of the stages.
     """
     for i in range(passes.size):
-        at, event, is_last = passes[i], events[i], i == passes.size - 1
+        at, event = passes[i], events[i]
         if are_lost(sync):
             return
-        layer_part(s, ws, beside, weights[at], inputs, cuts, is_moe[i], is_last, scratch, sync, worker, num)
+        layer_part(s, ws, beside, weights[at], inputs, cuts, is_moe[i], scratch, sync, worker, num)
         if is_moe[i]:
             dispatch_part(e, ws, cuts, ends, expert_rank, local_idx, event, which, one, worker, num)
             wait(sync, num)

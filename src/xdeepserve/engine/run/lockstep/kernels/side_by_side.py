@@ -1,9 +1,9 @@
 """Runs a layer and the shared experts of all dies; those with few rows go as if one die had all rows.
 
 Dies with attention hold the same weights. So each weight is read once for the rows of many dies, and tiles of
-the products are full. The rows are gathered in buffers outside of the dies' memories. The results there are
-handed out: a die's own buffers hold the bytes that it would have left by itself. The KV cache and the map of
-replicas remain each die's own.
+the products are full. The rows are gathered in buffers outside of the dies' memories, and results that later
+stages read are handed out to the dies' own buffers. Scratch that nobody reads stays there: `SCRATCH` in
+`kernels/attention.py` names it. The KV cache and the map of replicas remain each die's own.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from xdeepserve.model import kernels as k
 
 
 @kernel
-def layer_stage(s, ws, beside, weights, inputs, cuts, is_moe, is_last, scratch, sync, worker, num):
+def layer_stage(s, ws, beside, weights, inputs, cuts, is_moe, scratch, sync, worker, num):
     """Run a layer on all dies' rows of a microbatch, up to the gate if the layer `is_moe`.
 
     ws [A, buffers], weights [A, NUM_WEIGHTS] and inputs [A, 6] hold addresses; beside [NUM_COLUMNS + 1]:
     those of buffers for rows side by side, the last one for h; cuts [A, 2] the rows of the microbatch;
-    is_last: of the run; scratch: float32 [workers, at least s.scratch].
+    scratch: float32 [workers, at least s.scratch].
     """
     wait(sync, num)  # what came before was shared by dies
     first = 0
@@ -37,9 +37,7 @@ def layer_stage(s, ws, beside, weights, inputs, cuts, is_moe, is_last, scratch, 
             h = f32(inputs[die, a.H] + 4 * lo * s.hidden, rows, s.hidden)
             layer(s, h, ws[die], weights, inputs, dies, is_moe, scratch[worker], sync, worker, num)
         elif size:
-            _side_by_side(
-                s, ws, beside, weights, inputs, dies, is_moe, is_last, scratch[worker], sync, worker, num
-            )
+            _side_by_side(s, ws, beside, weights, inputs, dies, is_moe, scratch[worker], sync, worker, num)
         if is_moe and ws[0, a.TOPK_PHYSICAL]:
             for i in range(worker, size, num):
                 die = dies.which[i]
@@ -68,8 +66,6 @@ def shared_expert(s, ws, beside, weights, cuts, sync, worker, num):
         shared = f32(own[a.SHARED], rows, s.hidden)
         for phase in range(a.UP, a.ADD):
             mlp_phase(phase, s, shared, own, lead, a.SHARED_W13, a.SHARED_W2, s.shared, worker, num)
-            if phase == a.ACTIVATE and is_beside:
-                _hand_out_activation(ws, beside, s.shared, lead[a.SHARED_W2 + 1], dies, first, last)
             wait(sync, num)
         if s.int8_answers:
             k.round_to_int8(shared[first:last])
@@ -99,7 +95,7 @@ def next_dies(cuts, first):
 
 
 @part
-def _side_by_side(s, ws, beside, weights, inputs, dies, is_moe, is_last, scratch, sync, worker, num):
+def _side_by_side(s, ws, beside, weights, inputs, dies, is_moe, scratch, sync, worker, num):
     """Run `layer` on the rows of several dies together."""
     rows = dies.starts[-1]
     h, (first, last) = f32(beside[a.BESIDE_H], rows, s.hidden), share(rows, worker, num)
@@ -111,65 +107,23 @@ def _side_by_side(s, ws, beside, weights, inputs, dies, is_moe, is_last, scratch
         if skips(s, phase, is_moe):
             continue
         layer_phase(phase, s, h, beside, weights, inputs, dies, is_moe, scratch, worker, num)
-        _hand_out(phase, s, ws, beside, weights[dies.which[0]], dies, is_moe, is_last, first, last)
         if phase == (a.GATE_OR_NORM if is_moe else a.ADD):
             _carry_h(s, inputs, beside, dies, first, last, True)
+            if is_moe:
+                _hand_out(s, ws, beside, dies, first, last)
         if phase != a.ADD:
             wait(sync, num)
 
 
 @part
-def _hand_out(phase, s, ws, beside, weights, dies, is_moe, is_last, first, last):
-    """Copy the results of a phase for rows [first, last) to the buffers of their dies.
-
-    These are the results that stages after the gate read, those written in some layers only, and all results
-    of the last layer.
-    """
-    heads_width = s.heads * s.v_dim
-    # Wider rows of q8 reach beyond those that are written over them.
-    if phase == a.NORM_Q and is_last and s.q_lora > s.hidden and s.is_int8:
-        _carry(ws, beside, a.Q8, s.q_lora, dies, first, last, True)
-    elif phase == a.QUANTIZE and is_last and heads_width > s.hidden:
-        _carry(ws, beside, a.Q8, heads_width, dies, first, last, True)
-    elif phase == a.GATE_OR_NORM:
-        _carry(ws, beside, a.X, 4 * s.hidden, dies, first, last, True)
-        if s.is_int8:
-            _carry(ws, beside, a.Q8, s.hidden, dies, first, last, True)
-            _carry(ws, beside, a.Q8_SCALE, 4, dies, first, last, True)
-        if is_moe:
-            _carry(ws, beside, a.TOPK_IDX, 4 * s.top_k, dies, first, last, True)
-            _carry(ws, beside, a.TOPK_WEIGHTS, 4 * s.top_k, dies, first, last, True)
-            _carry(ws, beside, a.LOGITS, 4 * s.experts, dies, first, last, True)
-        if is_last:
-            _hand_out_the_rest(s, ws, beside, dies, first, last)
-    elif phase == a.ACTIVATE:
-        _hand_out_activation(ws, beside, s.dense, weights[a.W2 + 1], dies, first, last)
-    elif phase == a.ADD:
-        _carry(ws, beside, a.Y, 4 * s.hidden, dies, first, last, True)
-
-
-@part
-def _hand_out_activation(ws, beside, inter, scale, dies, first, last):
-    """Copy an MLP's activations of width `inter` to the dies; in INT8 if the second product has a `scale`."""
-    _carry(ws, beside, a.GATE_UP, 8 * inter, dies, first, last, True)
-    if scale:
-        _carry(ws, beside, a.Q8, inter, dies, first, last, True)
+def _hand_out(s, ws, beside, dies, first, last):
+    """Copy rows [first, last) of what stages after the gate read: normalised rows and their routes."""
+    _carry(ws, beside, a.X, 4 * s.hidden, dies, first, last, True)
+    if s.is_int8:
+        _carry(ws, beside, a.Q8, s.hidden, dies, first, last, True)
         _carry(ws, beside, a.Q8_SCALE, 4, dies, first, last, True)
-    else:
-        _carry(ws, beside, a.ACT, 4 * inter, dies, first, last, True)
-
-
-@part
-def _hand_out_the_rest(s, ws, beside, dies, first, last):
-    """Copy results of attention to the dies that each layer writes anew and no later stage reads."""
-    _carry(ws, beside, a.Y, 4 * s.hidden, dies, first, last, True)
-    _carry(ws, beside, a.HEADS_OUT, 4 * s.heads * s.v_dim, dies, first, last, True)
-    if s.first_phase == a.NORM:
-        _carry(ws, beside, a.KV, 4 * (s.kv_lora + s.rope), dies, first, last, True)
-        _carry(ws, beside, a.Q_A, 4 * s.q_lora, dies, first, last, True)
-        _carry(ws, beside, a.Q, 4 * s.heads * (s.nope + s.rope), dies, first, last, True)
-        _carry(ws, beside, a.Q_LAT, 4 * s.heads * s.kv_lora, dies, first, last, True)
-        _carry(ws, beside, a.O_LAT, 4 * s.heads * s.kv_lora, dies, first, last, True)
+    _carry(ws, beside, a.TOPK_IDX, 4 * s.top_k, dies, first, last, True)
+    _carry(ws, beside, a.TOPK_WEIGHTS, 4 * s.top_k, dies, first, last, True)
 
 
 @part
