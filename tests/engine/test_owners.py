@@ -19,7 +19,7 @@ from xdeepserve.engine.die import program
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.dp.sampling_params import SamplingParams
-from xdeepserve.engine.job.admission import DecodeFirst
+from xdeepserve.engine.job.admission import Admission
 from xdeepserve.engine.job.executor import JobExecutor
 from xdeepserve.engine.job.links import Links
 from xdeepserve.engine.serving import te_group
@@ -88,7 +88,7 @@ KINDS = (
     Kind("loop of a TE", TE, StepsTogether, "advance", "monolithic"),
     Kind("loop of a DP group", TE, StepsApart, "run", "moe-attention", (*APART, "dataflow=true")),
     Kind("reports of layers", TE, te, "hear_layers", "pd", (*PAIR, "transfer=layer")),
-    Kind("expert die", "engine/te/te.py:TE._start_program", ExpertProgram, "run", "moe-attention", APART),
+    Kind("expert die", "engine/te/listeners.py:start_program", ExpertProgram, "run", "moe-attention", APART),
     Kind("stream of an expert die", f"{EXPERTS}._spawn", ExpertProgram, "_compute", "moe-attention", APART),
     Kind(
         *("loads of an expert die", f"{EXPERTS}.loads", ExpertProgram, "_load", "moe-attention"),
@@ -104,7 +104,7 @@ KINDS = (
     Kind("bytes of a transfer", f"{FLOW}._move_in_time", Transport, "move", "pd", PAIR),
     Kind("search for a way", "engine/job/executor.py:JobExecutor.send", JobExecutor, "_find_way", "pd", PAIR),
     Kind(
-        *("decode-first admission", "engine/job/admission.py:DecodeFirst.look", DecodeFirst, "_look", "pd"),
+        *("decode-first admission", "engine/job/admission.py:Admission.look", Admission, "_look", "pd"),
         (*PAIR, "scheduler.admission=decode"),
     ),
     Kind("beat of the control plane", PLANNED, ControlPlane, "_beat", "monolithic", ("health.beat_s=0.001",)),

@@ -29,7 +29,7 @@ Trait = Literal[
     "reads a heat map",
     "needs a heat map",
     "on arrival",  # requests are dealt out when they come, not at the start of a step
-    "books",  # decode reserves KV blocks while a request is prefilled
+    "books",  # decode reserves KV blocks before the policy is asked
 ]
 
 
@@ -141,11 +141,11 @@ DECODE: Final = Policies(
 )
 ADMISSION: Final = Policies(
     "who has room for a request before it is prefilled",
-    "engine.job.admission.PrefillFirst",
+    "engine.job.admission.AdmissionPolicy",
     {
-        "prefill": Policy("xdeepserve.engine.job.admission:PrefillFirst", "the prefill TE"),
+        "prefill": Policy("xdeepserve.engine.job.admission:prefill_first", "the prefill TE"),
         "decode": Policy(
-            "xdeepserve.engine.job.admission:DecodeFirst",
+            "xdeepserve.engine.job.admission:decode_first",
             "a decode TE, where its KV is allocated first",
             ("books",),
         ),

@@ -17,7 +17,9 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from typing import TypeAlias
 
+from xdeepserve.engine.deploy.policies import ADMISSION
 from xdeepserve.engine.dp.events import Booked, EventLog
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sequence import Sequence
@@ -25,50 +27,26 @@ from xdeepserve.engine.te.te import TE
 from xdeepserve.hw.clock import Clock, Hears
 
 Dispatch = Callable[[Seq[Sequence]], None]
+# A policy, from the number of a request's choices with blocks at decode, of those without, and whether blocks
+# are booked for other requests: whether the request goes to prefill now.
+AdmissionPolicy: TypeAlias = Callable[[int, int, bool], bool]
 
 
-class PrefillFirst:
-    """Admits each request at once: `dispatch` gives the sequences of its choices to a prefill TE."""
-
-    def __init__(
-        self,
-        clock: Clock,
-        tell: EventLog,
-        dispatch: Dispatch,
-        tes: Callable[[], list[TE]],
-        hears: Hears | None = None,
-    ) -> None:
-        self._clock, self._tell, self._dispatch, self._tes, self._hears = clock, tell, dispatch, tes, hears
-
-    def admit(self, seqs: Seq[Sequence]) -> None:
-        """Admit a new request, given as the sequences of its choices."""
-        self._dispatch(seqs)
-
-    def take(self, seq: Sequence) -> tuple[TE, DPGroup] | None:
-        """Hand over the decode TE and DP group with reserved blocks for a sequence; None if there are
-        none."""
-        return None
-
-    def leave(self, seq: Sequence) -> None:
-        """Forget an ended or aborted sequence; blocks reserved for it are free once no transfer uses them."""
-
-    def look(self, lost: TE | None = None) -> None:
-        """Look for waiting requests to admit now. Reservations at a `lost` TE are forgotten."""
-
-    @property
-    def num_waiting(self) -> int:
-        """Number of sequences not yet given to any TE."""
-        return 0
-
-    def abandon(self) -> None:
-        """Forget all requests and reservations, because the pod is lost."""
+def prefill_first(num_booked: int, num_without: int, others_hold: bool) -> bool:
+    """Admit every request at once."""
+    return True
 
 
-class DecodeFirst(PrefillFirst):
-    """Admits a request when decode has blocks for it (CloudMatrix 4.3.3).
+def decode_first(num_booked: int, num_without: int, others_hold: bool) -> bool:
+    """Admit a request with blocks for all its choices, or for some if no other request holds any."""
+    return not num_without or (num_booked > 0 and not others_hold)
 
-    `tes` returns the decode TEs that take new work, the best one first. `hears` is told of an error in the
-    process that admits.
+
+class Admission:
+    """Admits requests by policy `admission`: `dispatch` gives the sequences of a request to a prefill TE.
+
+    `tes` returns the decode TEs that take new work, the best one first; blocks are booked there before a
+    policy with the trait "books" is asked. `hears` is told of an error in the process that admits.
     """
 
     def __init__(
@@ -77,21 +55,25 @@ class DecodeFirst(PrefillFirst):
         tell: EventLog,
         dispatch: Dispatch,
         tes: Callable[[], list[TE]],
+        admission: str = "prefill",
         hears: Hears | None = None,
     ) -> None:
-        super().__init__(clock, tell, dispatch, tes, hears)
+        self._clock, self._tell, self._dispatch, self._tes, self._hears = clock, tell, dispatch, tes, hears
+        self._books = ADMISSION.has(admission, "books")
+        self._admits: AdmissionPolicy = ADMISSION.function(admission)
         self._waiting: list[list[Sequence]] = []  # requests, in order of (priority, arrival)
         self.booked: dict[int, tuple[Sequence, TE, DPGroup]] = {}  # by seq_id
         self._unbooked: set[int] = set()  # choices that were let in without blocks, until they are prefilled
         self._is_looking = False
 
     def admit(self, seqs: Seq[Sequence]) -> None:
-        """Queue a new request by priority and arrival, and admit all requests that now have room."""
+        """Queue a new request, given as the sequences of its choices, by priority and arrival; admit all
+        requests that may go now."""
         insort(self._waiting, list(seqs), key=lambda each: each[0].rank)
         self._let_in()
 
     def _let_in(self) -> None:
-        """Dispatch waiting requests in order, while decode has room for their choices."""
+        """Dispatch waiting requests in order, until one has to wait."""
         while self._waiting and not self._unbooked and self._book(self._waiting[0]):
             self._dispatch(self._waiting.pop(0))
 
@@ -100,17 +82,17 @@ class DecodeFirst(PrefillFirst):
         prefill."""
         booked: list[tuple[Sequence, TE, DPGroup]] = []
         without: set[int] = set()
-        tes = self._tes()
+        tes = self._tes() if self._books else []
         for seq in seqs:
             if seq.num_generated + 1 >= seq.max_tokens or not tes:
-                continue  # it ends in prefill, or nobody is there who could decode it
+                continue  # it ends in prefill, or nobody is asked for room
             rooms = ((te, te.te_shell.reserve(seq, len(seq.token_ids))) for te in tes)
             room = next(((te, group) for te, group in rooms if group is not None), None)
             if room is None:
                 without.add(seq.seq_id)
             else:
                 booked.append((seq, *room))
-        if without and (self.booked or not booked):
+        if not self._admits(len(booked), len(without), bool(self.booked)):
             for seq, _, group in booked:
                 group.handover.drop(seq)
             return False
@@ -121,6 +103,8 @@ class DecodeFirst(PrefillFirst):
         return True
 
     def take(self, seq: Sequence) -> tuple[TE, DPGroup] | None:
+        """Hand over the decode TE and DP group with reserved blocks for a sequence; None if there are
+        none."""
         booking = self.booked.pop(seq.seq_id, None)
         if seq.seq_id in self._unbooked:
             self._unbooked.remove(seq.seq_id)
@@ -128,6 +112,7 @@ class DecodeFirst(PrefillFirst):
         return None if booking is None else booking[1:]
 
     def leave(self, seq: Sequence) -> None:
+        """Forget an ended or aborted sequence; blocks reserved for it are free once no transfer uses them."""
         booking = self.take(seq)
         if booking is not None:
             te, group = booking
@@ -141,6 +126,7 @@ class DecodeFirst(PrefillFirst):
         self.look()
 
     def look(self, lost: TE | None = None) -> None:
+        """Look for waiting requests to admit now. Reservations at a `lost` TE are forgotten."""
         self.booked = {seq_id: each for seq_id, each in self.booked.items() if each[1] is not lost}
         if self._waiting and not self._is_looking:
             self._is_looking = True
@@ -154,9 +140,11 @@ class DecodeFirst(PrefillFirst):
 
     @property
     def num_waiting(self) -> int:
+        """Number of sequences not yet given to any TE."""
         return sum(map(len, self._waiting))
 
     def abandon(self) -> None:
+        """Forget all requests and reservations, because the pod is lost."""
         self._waiting.clear()
         self._unbooked.clear()
         self.booked.clear()

@@ -14,14 +14,13 @@ from typing import NamedTuple
 
 from xdeepserve.comm.distflow import Completion
 from xdeepserve.engine.deploy.deployment import Role
-from xdeepserve.engine.deploy.policies import ADMISSION
 from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.events import Event, EventLog, GroupId, Observed
 from xdeepserve.engine.dp.group import DPGroup, Left, TransferEnded
 from xdeepserve.engine.dp.sequence import Sequence
-from xdeepserve.engine.job.admission import PrefillFirst
+from xdeepserve.engine.job.admission import Admission
 from xdeepserve.engine.job.journey import Journey
-from xdeepserve.engine.job.links import Carriage, Links, PDLink
+from xdeepserve.engine.job.links import Carriage, Links, PDLink, load_at
 from xdeepserve.engine.job.pd_transfer import PDTransfer
 from xdeepserve.engine.job.router import Router
 from xdeepserve.engine.te.te import TE
@@ -124,8 +123,7 @@ class JobExecutor:
         self._jobs: dict[int, Job] = {}  # by seq_id
         self.transfers: dict[int, PDTransfer] = {}  # by seq_id, until the source has its blocks back
         self.unplaced = Unplaced()
-        make: type[PrefillFirst] = ADMISSION.function(admission)
-        self.admission = make(pod.clock, tell, self._dispatch, self._decode_tes, hears)
+        self.admission = Admission(pod.clock, tell, self._dispatch, self._decode_tes, admission, hears)
         tell.act = self._act
         self._journey = Journey(pod) if pod.trace.is_on else None
         if self._journey is not None:
@@ -251,9 +249,7 @@ class JobExecutor:
         """List the decode TEs taking new work, the one with the lowest load first."""
         tes = self.tes.ready("decode")
         ask_suspects(tes)
-        return sorted(
-            tes, key=lambda te: (te.is_suspect, te.kv_load, te.num_sequences, te.sizes.place.first_die)
-        )
+        return sorted(tes, key=load_at)
 
     @property
     def num_pending(self) -> int:

@@ -221,6 +221,11 @@ class Links:
         self._again.pop(seq_id, None)
 
 
-def _rank(link: PDLink) -> tuple[bool, bool, float, int, int]:
-    te = link.tes[1]
-    return link.is_avoided, te.is_suspect, te.kv_load, te.num_sequences, te.sizes.place.first_die
+def load_at(te: TE) -> tuple[bool, float, int, int]:
+    """Return the sort key by which decode TEs get prefilled requests: the lowest load first, a suspect TE
+    last (step 4 of xDeepServe 5.1)."""
+    return te.is_suspect, te.kv_load, te.num_sequences, te.sizes.place.first_die
+
+
+def _rank(link: PDLink) -> tuple[bool, tuple[bool, float, int, int]]:
+    return link.is_avoided, load_at(link.tes[1])

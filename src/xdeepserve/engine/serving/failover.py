@@ -1,5 +1,8 @@
 """Failover: brings up a TE in the place of one that was given up (xDeepServe 6.2, stages 2 and 1).
 
+It is the mend of one rung of the ladder, `replace` (`engine/recovery/ladder.py`), and takes long: FAILOVER
+has its states. An error on the way goes to the ladder as a loss of its own, `replacement`.
+
     test      which of its dies are well (hw/self_test.py); the others nobody gets again
     replace   stage 2: a TE of its role on the dies that are free; if there are fewer than it had, with fewer
               DP groups and EP ranks (deploy/scale_down.py)

@@ -7,6 +7,7 @@ client's slots, and its requests go on elsewhere, from their tokens alone.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from xdeepserve.comm.services.layout import Presence
@@ -25,6 +26,14 @@ from xdeepserve.engine.te.server_monitor import ServerMonitor
 from xdeepserve.engine.te.steps_apart import StepsApart
 from xdeepserve.engine.te.steps_together import StepsTogether
 from xdeepserve.engine.te.te_plan import TEPlan
+from xdeepserve.hw.clock import Hears
+
+
+def start_program(server: Stay, processes: list[asyncio.Task[None]], hears: Hears) -> None:
+    """Start the program of an expert die, and add it to a TE's processes; `hears` is told of its error."""
+    program = server.program
+    assert program is not None
+    processes.append(program.die.detach(program.run(), "experts", hears))
 
 
 def listeners(

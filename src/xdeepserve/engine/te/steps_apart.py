@@ -17,6 +17,7 @@ import msgspec
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.messages import RolledBack, Shutdown, StepDone, StepFailed, Wake
 from xdeepserve.engine.numbers import GroupRank, StepNo
+from xdeepserve.engine.te.members import Members
 from xdeepserve.engine.te.shell import TEShell
 from xdeepserve.engine.te.step_set import Loop, StepParts, StepSet
 from xdeepserve.errors import DeadlineError
@@ -36,17 +37,17 @@ class StepsApart:
     def __init__(
         self,
         parts: StepParts,
+        members: Members,
         inboxes: Sequence[Queue[msgspec.Struct]],
         shell: TEShell,
         plans_ahead: bool,
     ) -> None:
-        self._parts, self._inboxes, self._shell = parts, inboxes, shell
+        self._parts, self._members, self._inboxes, self._shell = parts, members, inboxes, shell
         self.sets = [
             StepSet(parts, [group], 1 + plans_ahead, partial(_key, group.rank)) for group in parts.groups
         ]
         self._awake = {group.rank for group in parts.groups}  # whose loops can run something, or will look
         self._ending: set[GroupRank] = set()  # whose loops end when nothing is left to do
-        self._lost: set[GroupRank] = set()  # whose loops have nothing more to do
 
     # ---- all groups, as the TE's loop sees them -------------------------------------------------------
 
@@ -142,7 +143,6 @@ class StepsApart:
     def end(self, rank: GroupRank) -> None:
         """End the loop of a group whose dies are lost; later messages from them no longer count."""
         group, steps = self._parts.groups[rank], self.sets[rank]
-        self._lost.add(rank)
         self._ending.add(rank)
         for step in (*steps.take(), steps.next):
             group.forget_plan(step)
@@ -156,7 +156,7 @@ class StepsApart:
         rank, hearing = group.rank, self._parts.hearing
         while self._turn(group) or rank not in self._ending:
             message = await self._inboxes[rank].get()
-            if rank in self._lost:
+            if self._members.is_lost(rank):
                 return
             self._rise(rank)
             if isinstance(message, Shutdown):
@@ -182,7 +182,7 @@ class StepsApart:
 
         With room for two, a step begins while another one runs.
         """
-        if group.rank in self._lost:
+        if self._members.is_lost(group.rank):
             return False
         steps = self.sets[group.rank]
         group.poll_transfers()

@@ -18,9 +18,8 @@ from xdeepserve.engine.te.hearing import Hearing, hear_layers
 from xdeepserve.engine.te.heartbeat import Heartbeats
 from xdeepserve.engine.te.invariants import check, is_breach
 from xdeepserve.engine.te.life import Life, Lifetime
-from xdeepserve.engine.te.listeners import listeners
+from xdeepserve.engine.te.listeners import listeners, start_program
 from xdeepserve.engine.te.lost_pages import LostPages, Mend
-from xdeepserve.engine.te.members import Stay
 from xdeepserve.engine.te.reports import ExpertLoad, expert_loads
 from xdeepserve.engine.te.server_monitor import ServerMonitor
 from xdeepserve.engine.te.server_seats import Bring, ServerSeats
@@ -103,7 +102,9 @@ class TE:
         )
         self._turns: StepsApart | StepsTogether
         if inboxes:
-            self._turns = StepsApart(parts, inboxes, self.te_shell, plan.sizes.steps.plans_ahead)
+            self._turns = StepsApart(
+                *(parts, self.members, inboxes, self.te_shell, plan.sizes.steps.plans_ahead)
+            )
             self.te_shell.wake = self._turns.wake
         else:
             self._turns = StepsTogether(parts, self.members, plan.sizes.steps.plans_ahead)
@@ -121,8 +122,8 @@ class TE:
             listeners(
                 *(plan, tell, self.groups, self.health, self.recovery),
                 *(self.reconfiguration, self.monitor, self._turns),
-                program=lambda server: plan.make_program(server, threads, self.inbox),
-                process=self._start_program,
+                program=partial(plan.make_program, threads=threads, reports=self.inbox),
+                process=partial(start_program, processes=self.processes, hears=self._fail),
             )
         )
 
@@ -307,12 +308,6 @@ class TE:
             self._find_lost_servers()
         await self.seats.leave(number)
 
-    def _start_program(self, server: Stay) -> None:
-        """Start the program of an expert die."""
-        program = server.program
-        assert program is not None
-        self.processes.append(program.die.detach(program.run(), "experts", self._fail))
-
     # ---- life ----------------------------------------------------------------------------------------
 
     def start(self) -> None:
@@ -322,7 +317,7 @@ class TE:
             run = executor.die.detach(executor.run(), f"executor {executor.rank}", self._fail)
             self.processes.append(run)
         for server in self.members.servers:
-            self._start_program(server)
+            start_program(server, self.processes, self._fail)
         self.monitor.start()
         name = self.plan.name
         loops: list[tuple[str, Loop]] = [(name, self._run), *self._turns.loops()]
