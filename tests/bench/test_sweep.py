@@ -8,8 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from xdeepserve.bench.compared import beyond
-from xdeepserve.bench.sweep import Point, SweepResult, bound_of, measure, points, sweep
+from xdeepserve.bench.sweep import Point, SweepResult, beyond, bound_of, measure, points, sweep
 from xdeepserve.bench.sweep_command import Labels, best_lines
 from xdeepserve.cli import main
 from xdeepserve.engine.deploy.resolve import resolve

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
-from xdeepserve.bench.compared import beyond
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import Deployment
 from xdeepserve.engine.deploy.resolve import resolve
@@ -38,6 +38,29 @@ BOUNDS = {  # what a stage's time is the fault of, by its name
     "attention": ATTENTION,
     "experts": FEED,
     "exchange": ("dispatch", "combine", "A2E", "E2A", "all_reduce", "all_gather", "all_to_all"),
+}
+
+
+class Bound(NamedTuple):
+    """Least and greatest published value of a quantity, with the source."""
+
+    what: str
+    least: float
+    most: float
+    source: str
+
+    def note(self, value: float) -> str:
+        """Return a note if a value is beyond the bounds, else ""."""
+        if self.least <= value <= self.most:
+            return ""
+        return f"{self.what} {value:,g}, published {self.least:,g} to {self.most:,g} ({self.source})"
+
+
+PUBLISHED = {  # of decode; beyond these, no published time says how far off a value is
+    "hidden": Bound("elements of a token", 7168, 7168, "DeepSeek-R1"),
+    "batch": Bound("requests of a die", 4, 96, "CM Table 4, XDS 7.1"),
+    "context": Bound("positions of a request", 1536, 4224, "CM Table 4: prompts, half of answers"),
+    "ranks": Bound("dies of an exchange", 8, 320, "CM Table 6, 4.1"),
 }
 
 
@@ -137,6 +160,12 @@ def measure(point: Point) -> SweepResult:
         return SweepResult(point, refusal=refusal)
     result = _result(point, run, deployment.mtp, dies)
     return msgspec.structs.replace(result, beyond=beyond_published(point, plan.tes[0]))
+
+
+def beyond(**values: float) -> tuple[str, ...]:
+    """List notes on the values that are beyond published ones, by the names of PUBLISHED."""
+    notes = (PUBLISHED[name].note(value) for name, value in values.items())
+    return tuple(note for note in notes if note)
 
 
 def beyond_published(point: Point, te: TEPlan) -> tuple[str, ...]:
