@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from xdeepserve.bench import plan
+from xdeepserve.bench.papers import plan
 from xdeepserve.bench.report import Row
 from xdeepserve.errors import InputError
 

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from xdeepserve.bench import decode, decode_limit, generation, kernels, prefill, prefill_limit, startup
+from xdeepserve.bench.wall import decode, decode_limit, generation, kernels, prefill, prefill_limit, startup
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.llm import LLM
 from xdeepserve.model.kernels import limits
@@ -30,7 +30,7 @@ def test_decode_rate_subtracts_the_first_token(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
 def test_kernels_are_not_measured_beside_a_blas_of_several_threads() -> None:
     """Only this thread's time is taken: NumPy would look twice as fast as it is."""
-    script = "from xdeepserve.bench import kernels; kernels.check_blas()"
+    script = "from xdeepserve.bench.wall import kernels; kernels.check_blas()"
     for threads in "1", "2":
         env = {**os.environ, "OPENBLAS_NUM_THREADS": threads}
         done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
@@ -44,7 +44,7 @@ from xdeepserve.cli import main
 
 def without_rows(name):
     module = find(name)
-    if name == "xdeepserve.bench.kernels":
+    if name == "xdeepserve.bench.wall.kernels":
         module.all_rows = lambda: module.check_blas() or []
     return module
 

@@ -77,6 +77,7 @@ SUITES = {
     ),
     "startup": Suite("wall time until the first token, cold and warm; a minute or two", ("model",)),
 }
+WALL = ("ranks", "superpod_steps", "kernels", "decode", "prefill", "startup")
 OPTIONS: dict[str, dict[str, Any]] = {
     "model": {"metavar": "M", "help": "as for generate; default tiny"},
     "peers": {
@@ -154,7 +155,7 @@ def run(args: argparse.Namespace) -> int:
         from xdeepserve.jobs.task_process import ONE_CORE
 
         os.environ.update(ONE_CORE)  # which NumPy's BLAS reads once, when it is loaded
-    from xdeepserve.bench import ablations
+    from xdeepserve.bench.papers import ablations
     from xdeepserve.bench.report import Row, print_rows, print_summary, pyplot
 
     _check(args)
@@ -170,7 +171,8 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         pyplot()  # before half a minute of work
     name = "ranks" if args.ranks else "superpod_steps" if args.steps else args.suite
-    suite = importlib.import_module(f"xdeepserve.bench.{name}")
+    room = "wall" if name in WALL else "papers"
+    suite = importlib.import_module(f"xdeepserve.bench.{room}.{'every_value' if name == 'papers' else name}")
     model = args.model or "tiny"
     given: dict[str, tuple[object, ...]] = {
         "superpod": (args.trace,),
@@ -214,10 +216,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _tell_trends(args: argparse.Namespace) -> int:
     """Print the papers' statements in words, and whether they hold."""
-    from xdeepserve.bench import papers, trends
+    from xdeepserve.bench.papers import every_value, trends
 
-    if args.paper is not None and args.paper not in papers.PAPERS:
-        raise InputError(f"--paper must be one of {', '.join(papers.PAPERS)}, found {args.paper!r}")
+    if args.paper is not None and args.paper not in every_value.PAPERS:
+        raise InputError(f"--paper must be one of {', '.join(every_value.PAPERS)}, found {args.paper!r}")
     found = []
     with working("bench papers --trends") as status:
         for one in trends.all_answers(args.paper):
@@ -229,7 +231,7 @@ def _tell_trends(args: argparse.Namespace) -> int:
 
 def _tell_fits(args: argparse.Namespace) -> int:
     """Print the fitted numbers, and the values that they were fitted to."""
-    from xdeepserve.bench import fits
+    from xdeepserve.bench.papers import fits
 
     found = []
     with working("bench papers --fits") as status:

@@ -11,8 +11,8 @@ import asyncio
 
 import numpy as np
 
+from xdeepserve.bench.papers.sizes import HIDDEN, TOP_K, quantize
 from xdeepserve.bench.report import Row
-from xdeepserve.bench.sizes import HIDDEN, TOP_K, quantize
 from xdeepserve.comm.exchange.handle import XCCL
 from xdeepserve.comm.exchange.layout import Group, Layout
 from xdeepserve.hw.engines import Copy

@@ -7,11 +7,18 @@ from collections.abc import Iterator
 
 import msgspec
 
-from xdeepserve.bench.decode_formula import EP320, ExpertDies, LayerCost, Load
-from xdeepserve.bench.pipelines import CM_CONTEXT, CM_SPLIT, CM_TIMING, DIES_PER_CHIP, MODEL
+from xdeepserve.bench.papers.decode_formula import EP320, ExpertDies, LayerCost, Load
+from xdeepserve.bench.papers.pipelines import CM_CONTEXT, CM_SPLIT, CM_TIMING, DIES_PER_CHIP, MODEL
+from xdeepserve.bench.papers.sizes import (
+    COMBINE_NBYTES,
+    DISPATCH_NBYTES,
+    EP_SIZES,
+    FITTED_EP_SIZES,
+    OPS,
+    TOP_K,
+)
+from xdeepserve.bench.papers.superpod import BATCH_288, CONTEXT, GAP_MS, XDS_ACCEPTANCE
 from xdeepserve.bench.report import Kind, Row
-from xdeepserve.bench.sizes import COMBINE_NBYTES, DISPATCH_NBYTES, EP_SIZES, FITTED_EP_SIZES, OPS, TOP_K
-from xdeepserve.bench.superpod import BATCH_288, CONTEXT, GAP_MS, XDS_ACCEPTANCE
 from xdeepserve.comm.cost import CommCost
 from xdeepserve.comm.p2p.layout import RING_FIELD, RingLayout
 from xdeepserve.hw.spec import Spec

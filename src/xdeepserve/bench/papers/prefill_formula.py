@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import msgspec
 
-from xdeepserve.bench.decode_formula import expert_layer
+from xdeepserve.bench.papers.decode_formula import expert_layer
 from xdeepserve.bench.report import Row
 from xdeepserve.comm.cost import CommCost, Op
 from xdeepserve.hw.spec import Param, Spec

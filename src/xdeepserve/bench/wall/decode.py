@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from xdeepserve.bench import generation
-from xdeepserve.bench.decode_limit import limit_rows
-from xdeepserve.bench.generation import Contender, prompts
-from xdeepserve.bench.peers import Generate, Rates
 from xdeepserve.bench.report import Row
+from xdeepserve.bench.wall import generation
+from xdeepserve.bench.wall.decode_limit import limit_rows
+from xdeepserve.bench.wall.generation import Contender, prompts
+from xdeepserve.bench.wall.peers import Generate, Rates
 from xdeepserve.model.presets import resolve_model
 
 BATCHES = (1, 8, 32)

@@ -13,10 +13,10 @@ import functools
 import numpy as np
 import numpy.typing as npt
 
-from xdeepserve.bench.decode_formula import LayerCost, Load
-from xdeepserve.bench.paper_rows import EP288
+from xdeepserve.bench.papers.decode_formula import LayerCost, Load
+from xdeepserve.bench.papers.paper_rows import EP288
+from xdeepserve.bench.papers.superpod import BATCH_288, MODEL
 from xdeepserve.bench.report import Row
-from xdeepserve.bench.superpod import BATCH_288, MODEL
 from xdeepserve.comm.cost import CommCost, Op
 from xdeepserve.engine.balance.eplb import hottest_die, place, select
 from xdeepserve.hw.spec import Param

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from xdeepserve.bench import comm, ems, paper_rows, pipelines, prefill_formula, sizes, superpod
-from xdeepserve.bench.decode_formula import EP320, LayerCost, Load, ping_pong_throughput
+from xdeepserve.bench.papers import comm, ems, paper_rows, pipelines, prefill_formula, sizes, superpod
+from xdeepserve.bench.papers.decode_formula import EP320, LayerCost, Load, ping_pong_throughput
 from xdeepserve.bench.report import published, pyplot
 from xdeepserve.comm.cost import CommCost
 from xdeepserve.model.presets import resolve_model

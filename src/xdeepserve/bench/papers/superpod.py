@@ -1,8 +1,8 @@
 """`xdeepserve bench superpod`: DeepSeek-R1 at full size, in virtual time, beside the published values.
 
-Rows of CloudMatrix and MegaScale are formulas (`bench/decode_formula.py`), beside simulations of the same
-(`bench/pipelines.py`). The two deployments of xDeepServe 7.1 are simulated: one decode iteration of 288 and
-of 768 dies, by the engine itself without its arithmetic.
+Rows of CloudMatrix and MegaScale are formulas (`bench/papers/decode_formula.py`), beside simulations of
+the same (`bench/papers/pipelines.py`). The two deployments of xDeepServe 7.1 are simulated: one decode
+iteration of 288 and of 768 dies, by the engine itself without its arithmetic.
 
 Three numbers of the decode model (`hw/spec.py`) are fitted to the decode rows of CloudMatrix, so all these
 rows are marked calibrated. With "/fit=four" the numbers are fitted to only four of the rows, and the others
@@ -17,8 +17,8 @@ from pathlib import Path
 
 import msgspec
 
-from xdeepserve.bench import pipelines
-from xdeepserve.bench.decode_formula import EP320, LayerCost, Load, ping_pong_throughput
+from xdeepserve.bench.papers import pipelines
+from xdeepserve.bench.papers.decode_formula import EP320, LayerCost, Load, ping_pong_throughput
 from xdeepserve.bench.report import Kind, Row, published
 from xdeepserve.engine.deploy.deployment import (
     AttentionConfig,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xdeepserve.bench.group_calls import GroupCalls, GroupCosts
+from xdeepserve.bench.papers.group_calls import GroupCalls, GroupCosts
 from xdeepserve.bench.report import Row, pyplot
 from xdeepserve.comm.exchange.layout import Group
 from xdeepserve.engine.ways.arithmetic import quantize_rows

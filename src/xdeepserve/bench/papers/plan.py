@@ -13,9 +13,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from xdeepserve.bench.fits import all_left_out
+from xdeepserve.bench.papers.fits import all_left_out
+from xdeepserve.bench.papers.superpod import COMM_RATIO_DBRX, MEGASCALE
 from xdeepserve.bench.report import Kind, Row, pyplot
-from xdeepserve.bench.superpod import COMM_RATIO_DBRX, MEGASCALE
 from xdeepserve.engine.deploy.deployment import Deployment
 from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import resolve

@@ -1,7 +1,7 @@
 """Expert services beside the paper's figures, and the loss of expert servers (EaaS 5.3 to 5.6).
 
-The first rows are DeepSeek-R1 on up to 64 dies, in time only: bench/eaas_full_size.py. The others are tokens
-per second before, during and after a loss (5.4, Figure 10), with every token computed.
+The first rows are DeepSeek-R1 on up to 64 dies, in time only: bench/papers/eaas_full_size.py. The
+others are tokens per second before, during and after a loss (5.4, Figure 10), with every token computed.
 
 In the pod, in virtual time, one of 64 servers is lost for good in the middle of a run. All its experts have
 replicas, spread over the other servers. The paper publishes less than 2 % for a GPU out of 64. Rows give the
@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from xdeepserve.bench import eaas_full_size
+from xdeepserve.bench.papers import eaas_full_size
 from xdeepserve.bench.report import Row
 from xdeepserve.comm.services.layout import Presence
 from xdeepserve.engine.dp.events import Observed, ServerHeard, StepEnded

@@ -12,11 +12,11 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from xdeepserve.bench import generation
-from xdeepserve.bench.generation import Contender, prompts
-from xdeepserve.bench.peers import Generate, Rates
-from xdeepserve.bench.prefill_limit import limit_rows
 from xdeepserve.bench.report import Row
+from xdeepserve.bench.wall import generation
+from xdeepserve.bench.wall.generation import Contender, prompts
+from xdeepserve.bench.wall.peers import Generate, Rates
+from xdeepserve.bench.wall.prefill_limit import limit_rows
 from xdeepserve.model.presets import resolve_model
 
 BATCHES = (1, 8, 32)

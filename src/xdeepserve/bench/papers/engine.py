@@ -7,8 +7,8 @@ model; the papers publish no number for these comparisons but say which side win
 `RequestMetrics`.
 
 Rows named `gain` divide the old choice by the new one: above 1 the newer choice wins. Rows of MTP on `tiny`,
-and of its experts, are measured on a model that computes (bench/acceptance.py, and `balancing` here). Rows of
-the way from prefill to decode are in bench/pd.py.
+and of its experts, are measured on a model that computes (bench/papers/acceptance.py, and
+`balancing` here). Rows of the way from prefill to decode are in bench/papers/pd.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import numpy as np
 
-from xdeepserve.bench import acceptance, pd
+from xdeepserve.bench.papers import acceptance, pd
 from xdeepserve.bench.report import Row
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import (
@@ -224,7 +224,7 @@ def _prefill_tes(route: Route, num_executors: int) -> Deployment:
 def mtp(num_requests: int = 24) -> list[Row]:
     """Compare MTP with all of a step's graphs launched ahead and with the host between them (CM 4.2.4).
     Tokens per step, counted at the output, stand beside the expectation from the acceptance met (XDS 4.6);
-    bench/acceptance.py explains the difference."""
+    bench/papers/acceptance.py explains the difference."""
     work = workload(num_requests, rate=1e6, prompts=(512, 1024), outputs=(96, 97), seed=3)
     rows = []
     for way in ("pipelined", "naive"):

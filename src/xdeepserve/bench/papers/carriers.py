@@ -11,8 +11,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from xdeepserve.bench.papers.sizes import A2E_COPIES, A2E_SHRINK, HIDDEN, quantize, slower
 from xdeepserve.bench.report import Row
-from xdeepserve.bench.sizes import A2E_COPIES, A2E_SHRINK, HIDDEN, quantize, slower
 from xdeepserve.comm.exchange.layout import Group
 from xdeepserve.comm.means import Means
 from xdeepserve.comm.trampoline.a2e import AttentionSide, ExpertSide

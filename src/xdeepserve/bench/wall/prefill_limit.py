@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xdeepserve.bench.decode_limit import NEAR, NOT_READ, read_rate, step_nbytes
 from xdeepserve.bench.report import Row
+from xdeepserve.bench.wall.decode_limit import NEAR, NOT_READ, read_rate, step_nbytes
 from xdeepserve.jit.compiling import uses_amx
 from xdeepserve.model.cache_layout import TILE
 from xdeepserve.model.config import ModelConfig

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from xdeepserve.bench.said_by_xdeepserve import XDEEPSERVE
-from xdeepserve.bench.trend import Trend, Values
+from xdeepserve.bench.papers.said_by_xdeepserve import XDEEPSERVE
+from xdeepserve.bench.papers.trend import Trend, Values
 
 EPS = (8, 16, 32, 64, 128, 256)
 BATCHES = (8, 24, 96, 112, 128)

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from xdeepserve.bench import heatmap
+from xdeepserve.bench.papers import heatmap
 from xdeepserve.bench.report import Row
 from xdeepserve.engine.balance.heat_map import HeatMap
 from xdeepserve.engine.deploy.policies import ROUTE

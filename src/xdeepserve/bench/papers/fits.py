@@ -20,8 +20,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from xdeepserve.bench import comm, ems, expert_skew, paper_rows, pipelines, prefill_formula, superpod
-from xdeepserve.bench.decode_formula import LayerCost
+from xdeepserve.bench.papers import comm, ems, expert_skew, paper_rows, pipelines, prefill_formula, superpod
+from xdeepserve.bench.papers.decode_formula import LayerCost
 from xdeepserve.bench.report import Row
 from xdeepserve.comm.cost import CommCost
 from xdeepserve.hw.spec import Param, Spec

@@ -16,7 +16,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from xdeepserve.bench import (
+from xdeepserve.bench.papers import (
     carriers,
     comm,
     eaas_full_size,
@@ -31,10 +31,10 @@ from xdeepserve.bench import (
     schedule,
     superpod,
 )
-from xdeepserve.bench.papers import PAPERS, paper_of
+from xdeepserve.bench.papers.every_value import PAPERS, paper_of
+from xdeepserve.bench.papers.said_in_papers import TRENDS
+from xdeepserve.bench.papers.trend import Trend, Values
 from xdeepserve.bench.report import Row
-from xdeepserve.bench.said_in_papers import TRENDS
-from xdeepserve.bench.trend import Trend, Values
 
 Source: TypeAlias = Callable[[], Iterable[Row]]
 ROWS: dict[str, Source] = {

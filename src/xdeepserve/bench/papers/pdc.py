@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import numpy as np
 
-from xdeepserve.bench.pool_servers import pool_rows
+from xdeepserve.bench.papers.pool_servers import pool_rows
 from xdeepserve.bench.report import Row
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.platform.cluster import Cluster, ClusterTE, fleet_tes, priced_kinds, scale_up_of

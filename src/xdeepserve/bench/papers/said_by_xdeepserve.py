@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from xdeepserve.bench.trend import Trend, Values
+from xdeepserve.bench.papers.trend import Trend, Values
 
 SIZES = (4096, 65536, 262144, 1048544, 4194304, 9437184)
 JITTER = "engine/jitter/{}/first_dispatch_p99"

@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from xdeepserve.bench.peers import Generate, Rates, chosen, peer_rows
 from xdeepserve.bench.report import Row
+from xdeepserve.bench.wall.peers import Generate, Rates, chosen, peer_rows
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.errors import InputError
 from xdeepserve.llm import LLM

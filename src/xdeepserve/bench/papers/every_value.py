@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from xdeepserve.bench import (
+from xdeepserve.bench.papers import (
     comm,
     eaas_full_size,
     ems,

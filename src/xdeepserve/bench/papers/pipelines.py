@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from xdeepserve.bench.decode_formula import ACCEPTANCE, EP320, SPLITS, LayerCost, Load
+from xdeepserve.bench.papers.decode_formula import ACCEPTANCE, EP320, SPLITS, LayerCost, Load
 from xdeepserve.bench.report import Row
 from xdeepserve.comm.cost import CommCost
 from xdeepserve.engine.deploy.deployment import (

@@ -19,9 +19,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from xdeepserve.bench import carriers
-from xdeepserve.bench.report import Kind, Row, pyplot
-from xdeepserve.bench.sizes import (
+from xdeepserve.bench.papers import carriers
+from xdeepserve.bench.papers.sizes import (
     A2E_COPIES,
     A2E_SHRINK,
     EP_SIZES,
@@ -32,6 +31,7 @@ from xdeepserve.bench.sizes import (
     quantize,
     slower,
 )
+from xdeepserve.bench.report import Kind, Row, pyplot
 from xdeepserve.comm.cost import CommCost
 from xdeepserve.comm.exchange.handle import XCCL
 from xdeepserve.comm.exchange.layout import Group, Layout

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from xdeepserve.bench import (
+from xdeepserve.bench.papers import (
     carriers,
     comm,
     ems,
@@ -28,8 +28,8 @@ from xdeepserve.bench import (
     prefill_formula,
     superpod,
 )
-from xdeepserve.bench.decode_formula import EP320, ExpertDies, LayerCost, Load, Tiles
-from xdeepserve.bench.prefill_formula import PrefillCost
+from xdeepserve.bench.papers.decode_formula import EP320, ExpertDies, LayerCost, Load, Tiles
+from xdeepserve.bench.papers.prefill_formula import PrefillCost
 from xdeepserve.bench.report import Row
 from xdeepserve.comm.cost import CommCost
 from xdeepserve.engine.ways.routing import TimingConfig

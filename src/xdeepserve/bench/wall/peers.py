@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from xdeepserve.bench import peer_process
 from xdeepserve.bench.report import Row
+from xdeepserve.bench.wall import peer_process
 from xdeepserve.errors import InputError, XDeepServeError
 
 MODULES = {
