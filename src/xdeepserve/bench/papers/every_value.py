@@ -88,7 +88,7 @@ RESTATED = (  # what another row says, divided once more: no evidence of its own
     *("cm.t4/throughput/", "cm.t6/bandwidth/", "cm.t9/bandwidth/", "cm.mb.prefill.layer"),
     *("xds.dec288.iter/tpot", "xds.dec288.tput", "xds.disagg.perf/tpot", "xds.disagg.perf/tput"),
 )
-ELSEWHERE = ("eaas.",)  # of Hopper GPUs over RoCE, at contexts beyond sweep.PUBLISHED
+ELSEWHERE = ("eaas.",)  # of Hopper GPUs over RoCE, at contexts beyond planner.sweep.PUBLISHED
 PREDICTED, PREDICTED_ELSEWHERE = "predicted", "predicted, other hardware"
 OTHER_WAYS = {"/simulated=": ", simulated", "/fit=": ", fitted to four rows"}
 WITHIN = 15  # percent: rows that are further off say why

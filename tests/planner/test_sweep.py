@@ -8,11 +8,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from xdeepserve.bench.sweep import Point, SweepResult, beyond, bound_of, measure, points, sweep
-from xdeepserve.bench.sweep_command import Labels, best_lines
 from xdeepserve.cli import main
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.errors import DeploymentError, InputError
+from xdeepserve.planner.sweep import Point, SweepResult, beyond, bound_of, measure, points, sweep
+from xdeepserve.planner.sweep_command import Labels, best_lines
 
 Capture = pytest.CaptureFixture[str]
 

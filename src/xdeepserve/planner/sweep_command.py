@@ -13,7 +13,7 @@ from xdeepserve.errors import InputError
 from xdeepserve.progress import working
 
 if TYPE_CHECKING:
-    from xdeepserve.bench.sweep import Point, SweepResult
+    from xdeepserve.planner.sweep import Point, SweepResult
 
 SHOWN_STAGES = 5  # of a row, for people
 BATCHES = ("batch ", "context ")  # of a row's parts, what is no setting
@@ -64,9 +64,9 @@ def run(args: argparse.Namespace) -> int:
     """Run every combination and print a row for each; return 1 if all of them are refused."""
     import msgspec
 
-    from xdeepserve.bench import sweep
     from xdeepserve.bench.report import pyplot
     from xdeepserve.engine.deploy.settings import nearest, settings
+    from xdeepserve.planner import sweep
 
     if args.processes is not None and args.processes < 1:
         raise InputError(f"--processes must be at least 1, found {args.processes}")
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _measured(todo: Sequence[Point], processes: int | None, ray: str | None) -> Iterator[SweepResult]:
     """Yield results in the order of the points, from processes of this computer or from a cluster."""
-    from xdeepserve.bench.sweep import measure, sweep
+    from xdeepserve.planner.sweep import measure, sweep
     from xdeepserve.remote.on_ray import over
 
     return sweep(todo, processes) if ray is None else over(ray, measure, todo, processes)
