@@ -7,8 +7,7 @@ import pytest
 
 from xdeepserve.bench.papers import trends
 from xdeepserve.bench.papers.every_value import PAPERS, paper_of
-from xdeepserve.bench.papers.said_in_papers import TRENDS
-from xdeepserve.bench.papers.trend import Trend, Values
+from xdeepserve.bench.papers.said_in_papers import TRENDS, Trend, Values
 from xdeepserve.cli import main
 
 SLOW = ("engine", "loading", "experts", "microbatches", "policies", "services", "loss")  # minutes in all

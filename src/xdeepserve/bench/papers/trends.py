@@ -32,8 +32,7 @@ from xdeepserve.bench.papers import (
     superpod,
 )
 from xdeepserve.bench.papers.every_value import PAPERS, paper_of
-from xdeepserve.bench.papers.said_in_papers import TRENDS
-from xdeepserve.bench.papers.trend import Trend, Values
+from xdeepserve.bench.papers.said_in_papers import TRENDS, Trend, Values
 from xdeepserve.bench.report import Row
 
 Source: TypeAlias = Callable[[], Iterable[Row]]
