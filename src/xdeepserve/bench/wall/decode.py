@@ -4,7 +4,7 @@ Prompts of 128 tokens are completed by NEW_TOKENS tokens each. The time of the p
 measured separately and subtracted. Blocks of the prompts stay in the prefix cache, so that all sequences
 begin and end in the same step. Each row is the median of REPEATS runs, or of the runs that fit into SECONDS.
 With `--peers` other engines decode the same prompts (see `peers`). For a model larger than caches, the limit
-by memory stands beside it (see `decode_limit`).
+by memory stands beside it (see `step_limits`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from xdeepserve.bench.report import Row
-from xdeepserve.bench.wall import generation
-from xdeepserve.bench.wall.decode_limit import limit_rows
+from xdeepserve.bench.wall import generation, step_limits
 from xdeepserve.bench.wall.generation import Contender, prompts
 from xdeepserve.bench.wall.peers import Generate, Rates
 from xdeepserve.model.presets import resolve_model
@@ -31,7 +30,9 @@ def all_rows(model: str = "tiny", peers: Path | None = None, only: Sequence[str]
     """Yield a row per engine and batch (see generation.rows), and the limit by memory."""
     yield from generation.rows(SUITE, model, peers, only)
     context = PROMPT_TOKENS + NEW_TOKENS / 2
-    yield from limit_rows(resolve_model(model).config, generation.num_threads(), BATCHES, context)
+    yield from step_limits.decode_rows(
+        resolve_model(model).config, generation.num_threads(), BATCHES, context
+    )
 
 
 def rates(generate: Generate, vocab_size: int) -> Rates:

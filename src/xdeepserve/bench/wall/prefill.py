@@ -2,7 +2,7 @@
 
 Each row is the median of REPEATS runs, or of as many as fit in SECONDS, after a warm-up. No prompt comes
 twice, so no prefix cache helps. With `--peers` other engines read the same prompts (see `peers`). For a model
-larger than caches, the limit by products and memory stands beside it (see `prefill_limit`).
+larger than caches, the limit by products and memory stands beside it (see `step_limits`).
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from xdeepserve.bench.report import Row
-from xdeepserve.bench.wall import generation
+from xdeepserve.bench.wall import generation, step_limits
 from xdeepserve.bench.wall.generation import Contender, prompts
 from xdeepserve.bench.wall.peers import Generate, Rates
-from xdeepserve.bench.wall.prefill_limit import limit_rows
 from xdeepserve.model.presets import resolve_model
 
 BATCHES = (1, 8, 32)
@@ -30,7 +29,7 @@ def all_rows(model: str = "tiny", peers: Path | None = None, only: Sequence[str]
     """Yield a row per engine, batch and length (see generation.rows), and the limit by products and
     memory."""
     yield from generation.rows(SUITE, model, peers, only)
-    yield from limit_rows(resolve_model(model).config, generation.num_threads(), cases(), CHUNK)
+    yield from step_limits.prefill_rows(resolve_model(model).config, generation.num_threads(), cases(), CHUNK)
 
 
 def cases() -> Iterator[tuple[int, int]]:
