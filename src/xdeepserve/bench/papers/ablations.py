@@ -30,6 +30,7 @@ from xdeepserve.bench.papers import (
 )
 from xdeepserve.bench.papers.decode_formula import EP320, ExpertDies, LayerCost, Load, Tiles
 from xdeepserve.bench.papers.prefill_formula import PrefillCost
+from xdeepserve.bench.papers.sizes import MODEL
 from xdeepserve.bench.report import Row
 from xdeepserve.comm.cost import CommCost
 from xdeepserve.engine.ways.routing import TimingConfig
@@ -76,7 +77,7 @@ class Formulas(NamedTuple):
 
     @staticmethod
     def with_spec(spec: Spec) -> Formulas:
-        config = resolve_model(superpod.MODEL).config
+        config = resolve_model(MODEL).config
         return Formulas(spec, config, CommCost(spec), CommCost(spec, way="push"))
 
     @property
@@ -310,7 +311,7 @@ def _mte2(carrier: Literal["mte", "urma"]) -> int:
 def simulated(machine: Formulas) -> dict[str, list[Row]]:
     """Simulate xDeepServe's two deployments, for a model with a single layer of experts. Settings that are
     not parameters or part of the model stay unchanged."""
-    model = copy.copy(resolve_model(superpod.MODEL))
+    model = copy.copy(resolve_model(MODEL))
     dense = model.config.first_k_dense_replace
     model.config = msgspec.structs.replace(
         machine.config,

@@ -257,7 +257,7 @@ def pull_push() -> list[Row]:
     result = []
     for batch in PULL_PUSH_BATCHES:
         for way in ("pull", "push"):
-            for op, time in zip(("dispatch", "combine"), simulate_exchange(way, 8, batch), strict=True):
+            for op, time in zip(OPS, simulate_exchange(way, 8, batch), strict=True):
                 is_fitted = batch == 128  # Table 6's
                 result.append(Row(f"{way}/{op}/ep=8/batch={batch}", time / 1000, "us", _kind(is_fitted)))
     return result
@@ -329,7 +329,7 @@ def plot(all_rows: list[Row], path: Path) -> None:
     middle.set(title="dispatch and combine, batch 128", xlabel="EP", ylabel="us", ylim=(0, 180))
     middle.set_xscale("log", base=2)
     for way, style in (("pull", "o-"), ("push", "s--")):
-        for op in ("dispatch", "combine"):
+        for op in OPS:
             times = [value[f"{way}/{op}/ep=8/batch={batch}"] for batch in PULL_PUSH_BATCHES]
             right.plot(PULL_PUSH_BATCHES, times, style, label=f"{way} {op}")
     right.set(title="pull against push, EP 8, simulated", xlabel="batch", ylabel="us", ylim=(0, None))

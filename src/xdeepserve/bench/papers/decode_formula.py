@@ -14,7 +14,8 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from xdeepserve.comm.cost import CommCost, Op, expected_maximum
+from xdeepserve.bench.papers.sizes import OPS
+from xdeepserve.comm.cost import CommCost, expected_maximum
 from xdeepserve.hw.hbm import side_by_side
 from xdeepserve.hw.spec import Spec, Work
 from xdeepserve.model.config import ModelConfig
@@ -95,8 +96,7 @@ class LayerCost(msgspec.Struct, frozen=True):
     def exchanges_ns(self, num_ranks: int, batch: float, copies: int) -> list[float]:
         """Compute dispatch and combine in a layer [ns], stretched as in serving."""
         stretch = self.spec.barrier_stretch.value
-        ops: tuple[Op, Op] = "dispatch", "combine"
-        return [self.comm.exchange_ns(op, num_ranks, batch, copies, stretch) for op in ops]
+        return [self.comm.exchange_ns(op, num_ranks, batch, copies, stretch) for op in OPS]
 
     # ---- a colocated layer with shared experts on dies of their own ------------------------------------
 

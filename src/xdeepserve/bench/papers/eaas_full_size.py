@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from xdeepserve.bench.papers.sizes import MODEL
 from xdeepserve.bench.report import Row
 from xdeepserve.engine.deploy.deployment import (
     AttentionConfig,
@@ -25,7 +26,7 @@ from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.planner.decode_run import DecodeRun, decode_iteration
 
-MODEL, CONTEXT = "deepseek-r1", 600
+CONTEXT = 600
 SCALES, SERVED, TRAFFIC, REQUESTS = (32, 40, 48, 56, 64), 8192, 5120, 4096
 SKEWS = (0.3, 0.6)
 PER_SHARED = 8  # servers for one with the shared expert

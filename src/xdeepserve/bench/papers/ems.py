@@ -13,8 +13,9 @@ from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from xdeepserve.bench.papers.prefill_formula import CHIP_TOKENS, DIES_PER_CHIP, MODEL, PrefillCost
+from xdeepserve.bench.papers.prefill_formula import CHIP_TOKENS, PrefillCost
 from xdeepserve.bench.papers.request_traces import generated, hits_of_belady, hits_of_lru
+from xdeepserve.bench.papers.sizes import DIES_PER_CHIP, MODEL
 from xdeepserve.bench.report import Kind, Row, pyplot
 from xdeepserve.ems.memory_pool import MemoryPool
 from xdeepserve.ems.model_cache import NAMESPACE, ModelId

@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from xdeepserve.bench.papers import acceptance, pd
+from xdeepserve.bench.papers.sizes import MODEL
 from xdeepserve.bench.report import Row
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import (
@@ -44,7 +45,6 @@ from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.planner.decode_run import uncollected
 
-MODEL = "deepseek-r1"
 DIES, OF_DIES = 4, 288
 ACCEPTANCE = 0.9
 GRAPHS = ExecutionConfig()

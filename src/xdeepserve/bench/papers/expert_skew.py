@@ -15,9 +15,10 @@ import numpy.typing as npt
 
 from xdeepserve.bench.papers.decode_formula import LayerCost, Load
 from xdeepserve.bench.papers.paper_rows import EP288
-from xdeepserve.bench.papers.superpod import BATCH_288, MODEL
+from xdeepserve.bench.papers.sizes import MODEL, OPS
+from xdeepserve.bench.papers.superpod import BATCH_288
 from xdeepserve.bench.report import Row
-from xdeepserve.comm.cost import CommCost, Op
+from xdeepserve.comm.cost import CommCost
 from xdeepserve.engine.balance.eplb import hottest_die, place, select
 from xdeepserve.hw.spec import Param
 from xdeepserve.model.presets import resolve_model
@@ -86,12 +87,11 @@ def layer_ns(hottest: float, cost: LayerCost | None = None) -> float:
     load, c = Load(requests=BATCH_288, rows=2, context=CONTEXT), cost.config
     received = load.requests * load.rows * c.num_experts_per_tok * EP288.total / EP288.routed
     even = cost.spec.barrier_stretch.value  # what ordinary imbalance is billed as
-    ops: tuple[Op, Op] = "dispatch", "combine"
     exchanges = (
         cost.comm.exchange_ns(
             op, EP288.total, load.requests * load.rows, c.num_experts_per_tok + 1, max(even, hottest)
         )
-        for op in ops
+        for op in OPS
     )
     copies = cost.spec.billed_copies(hottest * received, received)
     experts = cost.stage_ns("Experts", Counts(0, copies=copies, touched=1))

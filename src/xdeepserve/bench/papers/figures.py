@@ -78,11 +78,11 @@ def table_6() -> Figure:
 
 
 def _cost() -> LayerCost:
-    return LayerCost(resolve_model(superpod.MODEL).config)
+    return LayerCost(resolve_model(sizes.MODEL).config)
 
 
 def _load(batch: float, rows: int) -> Load:
-    return Load(requests=batch / pipelines.DIES_PER_CHIP, rows=rows, context=pipelines.CM_CONTEXT)
+    return Load(requests=batch / sizes.DIES_PER_CHIP, rows=rows, context=pipelines.CM_CONTEXT)
 
 
 def microbatches() -> Figure:

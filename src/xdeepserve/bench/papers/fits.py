@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from xdeepserve.bench.papers import comm, ems, expert_skew, paper_rows, pipelines, prefill_formula, superpod
 from xdeepserve.bench.papers.decode_formula import LayerCost
+from xdeepserve.bench.papers.sizes import MODEL
 from xdeepserve.bench.report import Row
 from xdeepserve.comm.cost import CommCost
 from xdeepserve.hw.spec import Param, Spec
@@ -87,7 +88,7 @@ def spec_with(numbers: Numbers) -> Spec:
 def _decode(rows: Callable[[LayerCost], Iterable[Row]], prefix: str) -> Table:
     def table(numbers: Numbers) -> list[Row]:
         spec = spec_with(numbers)
-        cost = LayerCost(resolve_model(superpod.MODEL).config, spec, CommCost(spec, way="push"))
+        cost = LayerCost(resolve_model(MODEL).config, spec, CommCost(spec, way="push"))
         return [row for row in rows(cost) if row.name.startswith(prefix) and "/throughput/" not in row.name]
 
     return table

@@ -8,12 +8,14 @@ from collections.abc import Iterator
 import msgspec
 
 from xdeepserve.bench.papers.decode_formula import EP320, ExpertDies, LayerCost, Load
-from xdeepserve.bench.papers.pipelines import CM_CONTEXT, CM_SPLIT, CM_TIMING, DIES_PER_CHIP, MODEL
+from xdeepserve.bench.papers.pipelines import CM_CONTEXT, CM_SPLIT, CM_TIMING
 from xdeepserve.bench.papers.sizes import (
     COMBINE_NBYTES,
+    DIES_PER_CHIP,
     DISPATCH_NBYTES,
     EP_SIZES,
     FITTED_EP_SIZES,
+    MODEL,
     OPS,
     TOP_K,
 )

@@ -12,6 +12,7 @@ send/receive, and gives times for single messages alone (Figure 5, `bench comm`)
 
 from __future__ import annotations
 
+from xdeepserve.bench.papers.sizes import MODEL
 from xdeepserve.bench.report import Row
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import (
@@ -33,7 +34,6 @@ from xdeepserve.loop import run
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.presets import resolve_model
 
-MODEL = "deepseek-r1"
 NUM_PROMPT = 4096
 DIES, PREFILL_TP = 32, 4  # CM 4.1: prefill on 32 dies; XDS 5.1: TP=4 for prefill attention
 WAYS: tuple[Transfer, ...] = ("request", "layer")

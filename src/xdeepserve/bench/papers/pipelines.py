@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import msgspec
 
 from xdeepserve.bench.papers.decode_formula import ACCEPTANCE, EP320, SPLITS, LayerCost, Load
+from xdeepserve.bench.papers.sizes import DIES_PER_CHIP, MODEL
 from xdeepserve.bench.report import Row
 from xdeepserve.comm.cost import CommCost
 from xdeepserve.engine.deploy.deployment import (
@@ -28,8 +29,6 @@ from xdeepserve.model.presets import resolve_model
 from xdeepserve.planner.decode_run import DecodeRun, decode_iteration
 from xdeepserve.step.stage import Counts
 
-MODEL = "deepseek-r1"
-DIES_PER_CHIP = 2
 SHALLOW, DEEP = 13, 23  # layers
 CM_CONTEXT = 4096
 CM_SPLIT = 16  # AIC cores of stream 0 (CM 4.2.3)

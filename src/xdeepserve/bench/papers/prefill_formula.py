@@ -13,8 +13,9 @@ from __future__ import annotations
 import msgspec
 
 from xdeepserve.bench.papers.decode_formula import expert_layer
+from xdeepserve.bench.papers.sizes import DIES_PER_CHIP, MODEL, OPS
 from xdeepserve.bench.report import Row
-from xdeepserve.comm.cost import CommCost, Op
+from xdeepserve.comm.cost import CommCost
 from xdeepserve.hw.spec import Param, Spec
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.presets import resolve_model
@@ -22,8 +23,7 @@ from xdeepserve.step.frame import Model
 from xdeepserve.step.layer import Where, decoder_layer
 from xdeepserve.step.stage import Counts, stages
 
-MODEL = "deepseek-r1"
-CHIP_TOKENS, PROMPT, DIES_PER_CHIP = 16384, 4096, 2  # CM Table 2
+CHIP_TOKENS, PROMPT = 16384, 4096  # CM Table 2
 PROMPTS = (1024, 2048, 4096, 8192)
 EP = 32  # dies of a prefill instance (CM 4.1)
 EFFICIENCY = Param(
@@ -62,9 +62,8 @@ class PrefillCost(msgspec.Struct, frozen=True):
 
     def exchanges_ns(self) -> float:
         """Compute the time of dispatch and combine [ns]."""
-        ops: tuple[Op, Op] = "dispatch", "combine"
         copies = self.config.num_experts_per_tok
-        return sum(self.comm.exchange_ns(op, EP, self.tokens, copies) for op in ops)
+        return sum(self.comm.exchange_ns(op, EP, self.tokens, copies) for op in OPS)
 
     def layer_ns(self, microbatches: bool = True) -> float:
         """Compute a layer [ns]. Two microbatches hide the shorter of computing and exchanging behind the

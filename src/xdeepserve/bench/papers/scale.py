@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from xdeepserve.bench.papers.sizes import OPS
 from xdeepserve.bench.report import Row, pyplot
 from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.model.presets import resolve_model
@@ -29,7 +30,6 @@ from xdeepserve.platform.scale_up import ScaleUp, ScaleWays
 TE = ClusterTE(dies=32, mtp=0)
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 BATCH, CONTEXT = 32, 4096  # of each die, while a fork runs
-EXCHANGES = ("dispatch", "combine")
 
 
 def all_rows() -> Iterator[Row]:
@@ -77,7 +77,7 @@ def of_source(up: ScaleUp) -> Iterator[Row]:
     deployment = msgspec.structs.replace(deployment, cache=cache, max_model_len=CONTEXT + 8)
     run = decode_iteration(resolve_model(Cluster((TE,)).model), deployment, CONTEXT, BATCH, TimingConfig())
     spec, gap = up.spec, up.spec.scheduler_gap.value * 1e9
-    port = sum(run.spent_ns.get(name, 0.0) for name in EXCHANGES)
+    port = sum(run.spent_ns.get(name, 0.0) for name in OPS)
     left = 1 - spec.ub_bandwidth.value / (spec.hbm_bandwidth.value * spec.hbm_efficiency.value)
     during = 2 * port + (run.iteration_ns - port) / left
     at = f"scale/source/batch={BATCH}"

@@ -19,6 +19,7 @@ import msgspec
 
 from xdeepserve.bench.papers import pipelines
 from xdeepserve.bench.papers.decode_formula import EP320, LayerCost, Load, ping_pong_throughput
+from xdeepserve.bench.papers.sizes import DIES_PER_CHIP, MODEL
 from xdeepserve.bench.report import Kind, Row, published
 from xdeepserve.engine.deploy.deployment import (
     AttentionConfig,
@@ -32,9 +33,7 @@ from xdeepserve.hw.spec import Param, Spec
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.planner.decode_run import DecodeRun, decode_iteration
 
-MODEL = "deepseek-r1"
 XDS_ACCEPTANCE = 0.9
-DIES_PER_CHIP = 2
 
 # How far TPOT may be off, in percent: Table 4 in the fit to all rows, its batch 8, Table 4 predicted from
 # four rows; the two deployments of xDeepServe.
