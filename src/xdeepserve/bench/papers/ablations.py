@@ -39,6 +39,7 @@ from xdeepserve.hw.topology import SUB_PLANES, Plane
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.planner.decode_run import decode_iteration
+from xdeepserve.progress import working
 
 PUSHED = frozenset({"FusedDispatch", "FusedCombine"})
 EXCHANGES = PUSHED | {"A2E", "E2A", "crossing"}
@@ -347,6 +348,13 @@ def all_changes() -> list[Shift]:
             if expected or any(moves):
                 found.append(Shift(mechanism.name, group, most, expected))
     return found
+
+
+def tell(is_json: bool) -> None:
+    """Switch off each mechanism, and print the changes of rows."""
+    with working("bench papers --ablations"):
+        found = all_changes()
+    print_changes(found, is_json)
 
 
 def print_changes(found: Sequence[Shift], is_json: bool) -> None:

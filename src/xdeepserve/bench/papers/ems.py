@@ -33,12 +33,12 @@ NUM_BLOCKS, BLOCK_NBYTES = 256, 4096  # of the model that stands for it
 SERVERS = 48
 
 
-def all_rows(requests: Path | None = None, form: str | None = None) -> Iterator[Row]:
+def all_rows(requests: Path | None = None, format: str | None = None) -> Iterator[Row]:
     """Yield all rows in order of computation, with hit rates of the given trace, or of a generated one.
     Raises InputError for a trace without hash ids."""
     trace, block_tokens = generated(seed=1), 512
     if requests is not None:
-        found = read_trace(requests, form)
+        found = read_trace(requests, format)
         trace, block_tokens = found.requests, found.block
         if not any(request.blocks for request in trace):
             formats = ", ".join(each.name for each in FORMATS if each.ids)

@@ -9,6 +9,7 @@ or it is *missing* here.
 from __future__ import annotations
 
 import functools
+import json
 import statistics
 import textwrap
 from collections import Counter
@@ -137,10 +138,15 @@ def id_of(row: Row) -> str:
     return max((id for id in paper_values() if f"{row.name}/".startswith(f"{id}/")), key=len)
 
 
-def all_rows(paper: str | None = None) -> Iterator[Row]:
-    """Yield rows with a published value, as they are computed. Raises InputError for an unknown paper."""
+def check_paper(paper: str | None) -> None:
+    """Raise InputError if a paper is given and unknown."""
     if paper is not None and paper not in PAPERS:
         raise InputError(f"--paper must be one of {', '.join(PAPERS)}, found {paper!r}")
+
+
+def all_rows(paper: str | None = None) -> Iterator[Row]:
+    """Yield rows with a published value, as they are computed. Raises InputError for an unknown paper."""
+    check_paper(paper)
     for key in PAPERS if paper is None else (paper,):
         for row in (row for source in SOURCES.get(key, ()) for row in source()):
             if row.published is None:
@@ -148,6 +154,14 @@ def all_rows(paper: str | None = None) -> Iterator[Row]:
             yield row
             for name in ALSO.get(row.name, ()):
                 yield Row(name, row.value, row.unit, row.kind)
+
+
+def tell_rows(rows: Sequence[Row], paper: str | None, is_full: bool, is_json: bool) -> None:
+    """Print the rows of a paper, or of all: for programs, or as `print_summary` does."""
+    if is_json:
+        print(json.dumps(as_json(rows, paper)))
+    else:
+        print_summary(rows, paper, is_full)
 
 
 # ---- what is printed ---------------------------------------------------------------------------------------

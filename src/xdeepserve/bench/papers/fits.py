@@ -27,6 +27,7 @@ from xdeepserve.bench.report import Row
 from xdeepserve.comm.cost import CommCost
 from xdeepserve.hw.spec import Param, Spec
 from xdeepserve.model.presets import resolve_model
+from xdeepserve.progress import working
 
 Numbers: TypeAlias = Mapping[str, float]
 Table: TypeAlias = Callable[[Numbers], Iterable[Row]]
@@ -253,6 +254,19 @@ def fitted_parameters() -> dict[str, Param]:
     params = {name: getattr(spec, name) for name in spec.__struct_fields__}
     found = {name: param for name, param in params.items() if "fitted" in param.source}
     return found | OF_BENCHMARKS
+
+
+def tell(is_json: bool) -> None:
+    """Leave out each table, and print the fitted numbers and the errors of the tables."""
+    found = []
+    with working("bench papers --fits") as status:
+        for one in all_left_out():
+            found.append(one)
+            status.detail = f"{one.fit}, {one.table}"
+    if is_json:
+        print(as_json(found))
+    else:
+        print_fits(found)
 
 
 def print_fits(found: Sequence[WithoutTable]) -> None:

@@ -28,11 +28,11 @@ NUM_REQUESTS = 200
 PAIR = (ClusterTE(dies=64, mtp=0), ClusterTE(dies=64, mtp=0, apart=True))
 
 
-def all_rows(path: Path | None = None) -> Iterator[Row]:
-    """Yield the share of stable squares, and the gain of each square; write the map to `path`."""
+def all_rows(map: Path | None = None) -> Iterator[Row]:
+    """Yield the share of stable squares, and the gain of each square; write the map to the file `map`."""
     found = measured(priced_kinds(Cluster(PAIR), block=512))
-    if path is not None:
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(found)))
+    if map is not None:
+        map.write_bytes(msgspec.json.format(msgspec.json.encode(found)))
     note = "of the paper's maps over 80 % (5.3.2), their axes unknown"
     yield Row("heatmap/stable", 100 * found.stable, "%", "predicted", note)
     for rate, rows in zip(found.rates, found.gains, strict=True):

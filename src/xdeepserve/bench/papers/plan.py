@@ -60,8 +60,10 @@ PODS = (
 CHECKED = (("deepseek-r1", 64, 50.0), ("deepseek-r1", 96, 100.0), ("tiny", 16, 4.0))
 
 
-def all_rows() -> Iterator[Row]:
-    """Yield all rows in order of computation."""
+def all_rows(model: str = "tiny", deployment: str | None = None, context: int | None = None) -> Iterator[Row]:
+    """Yield all rows in order of computation; with a deployment only that of an iteration of it."""
+    if deployment is not None:
+        return iter([of_deployment(model, deployment, context)])
     published = table_3, identities, microbatches, dbrx, pairs, spaces
     runs = checked, drawn, best_number, mixed, superpod, left_out
     return itertools.chain.from_iterable(part() for part in (*published, *runs))
@@ -313,7 +315,7 @@ def superpod() -> list[Row]:
     return rows
 
 
-def of_deployment(model: str, deployment: str, context: int | None) -> list[Row]:
+def of_deployment(model: str, deployment: str, context: int | None) -> Row:
     """Predict and run a deployment, a preset or a file, with as many requests as it takes and has KV blocks
     for. They are at `context`, or two tokens before their greatest length. Raises InputError for a context
     without room."""
@@ -329,7 +331,7 @@ def of_deployment(model: str, deployment: str, context: int | None) -> list[Row]
     room = sizes.kv.num_blocks // -(-(context + 2) // sizes.kv.block_size)
     requests = max(1, min(requests, room // layout.microbatches))
     profile = PodProfile(checkpoint, Demand.at(context, sizes.steps.max_model_len))
-    return [_against_run(f"plan/{model}/{resolved.name}", profile, layout, requests, resolved)]
+    return _against_run(f"plan/{model}/{resolved.name}", profile, layout, requests, resolved)
 
 
 def _run(

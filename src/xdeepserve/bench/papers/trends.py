@@ -31,9 +31,10 @@ from xdeepserve.bench.papers import (
     schedule,
     superpod,
 )
-from xdeepserve.bench.papers.every_value import PAPERS, paper_of
+from xdeepserve.bench.papers.every_value import PAPERS, check_paper, paper_of
 from xdeepserve.bench.papers.said_in_papers import TRENDS, Trend, Values
 from xdeepserve.bench.report import Row
+from xdeepserve.progress import working
 
 Source: TypeAlias = Callable[[], Iterable[Row]]
 ROWS: dict[str, Source] = {
@@ -97,6 +98,18 @@ def all_answers(paper: str | None = None) -> Iterator[Answer]:
 def count(paper: str | None = None) -> int:
     """Count the trends of a paper, or of all."""
     return sum(paper in (None, paper_of(trend.id)) for trend in TRENDS)
+
+
+def tell(is_json: bool, paper: str | None = None) -> None:
+    """Answer the trends of one paper, or of all, and print the answers. Raises InputError for an unknown
+    paper."""
+    check_paper(paper)
+    found = []
+    with working("bench papers --trends") as status:
+        for one in all_answers(paper):
+            found.append(one)
+            status.detail = f"{len(found)} of {count(paper)}"
+    print_answers(found, "json" if is_json else "text")
 
 
 def print_answers(found: Sequence[Answer], form: Literal["text", "json"]) -> None:

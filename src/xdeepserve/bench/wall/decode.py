@@ -26,9 +26,9 @@ PROMPT_TOKENS, NEW_TOKENS = 128, 64
 REPEATS, SECONDS = 3, 15
 
 
-def all_rows(model: str = "tiny", peers: Path | None = None, only: Sequence[str] = ()) -> Iterator[Row]:
+def all_rows(model: str = "tiny", peers: Path | None = None, peer: Sequence[str] = ()) -> Iterator[Row]:
     """Yield a row per engine and batch (see generation.rows), and the limit by memory."""
-    yield from generation.rows(SUITE, model, peers, only)
+    yield from generation.rows(SUITE, model, peers, peer)
     context = PROMPT_TOKENS + NEW_TOKENS / 2
     yield from step_limits.decode_rows(
         resolve_model(model).config, generation.num_threads(), BATCHES, context

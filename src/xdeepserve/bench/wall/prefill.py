@@ -25,10 +25,10 @@ CHUNK = 512  # rows of a step, for this engine: more than a tile, and fewer than
 REPEATS, SECONDS = 5, 10.0
 
 
-def all_rows(model: str = "tiny", peers: Path | None = None, only: Sequence[str] = ()) -> Iterator[Row]:
+def all_rows(model: str = "tiny", peers: Path | None = None, peer: Sequence[str] = ()) -> Iterator[Row]:
     """Yield a row per engine, batch and length (see generation.rows), and the limit by products and
     memory."""
-    yield from generation.rows(SUITE, model, peers, only)
+    yield from generation.rows(SUITE, model, peers, peer)
     yield from step_limits.prefill_rows(resolve_model(model).config, generation.num_threads(), cases(), CHUNK)
 
 
