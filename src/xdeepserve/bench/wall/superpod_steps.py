@@ -31,7 +31,7 @@ SHORT, LONG = 2, 10  # tokens of the two runs whose difference is decode steps a
 THREADS = 2
 INTERVAL_S = 1000  # of EPLB, in virtual time: none ends in a run unless the run is late by so much
 
-Values: TypeAlias = list[tuple[str, float, str]]  # name, value, unit
+Quantities: TypeAlias = list[tuple[str, float, str]]  # name, value, unit
 
 
 def all_rows(pods: Sequence[tuple[int, int, int]] = PODS) -> Iterator[Row]:
@@ -45,14 +45,14 @@ def all_rows(pods: Sequence[tuple[int, int, int]] = PODS) -> Iterator[Row]:
     yield from _rows(pod, "eplb/", [*balanced, ("over_without", over, "x")])
 
 
-def _rows(pod: tuple[int, int, int], prefix: str, values: Values) -> list[Row]:
+def _rows(pod: tuple[int, int, int], prefix: str, values: Quantities) -> list[Row]:
     num_dies = NUM_DOMAINS * pod[0] + pod[1] + pod[2]
     return [
         Row(f"steps/dies={num_dies}/{prefix}{name}", value, unit, "measured") for name, value, unit in values
     ]
 
 
-def _step_of(values: Values) -> float:
+def _step_of(values: Quantities) -> float:
     return next(value for name, value, _ in values if name == "step")
 
 
@@ -75,7 +75,9 @@ def expected_logits() -> list[np.ndarray]:
     return [_logits(output) for output in outputs]
 
 
-def measure(pod: tuple[int, int, int], expected: Sequence[np.ndarray], is_balanced: bool = False) -> Values:
+def measure(
+    pod: tuple[int, int, int], expected: Sequence[np.ndarray], is_balanced: bool = False
+) -> Quantities:
     """Measure the wall time and memory of a pod on this computer.
 
     A pod that `is_balanced` has a redundant slot on each die with experts, and counts its load. It has
