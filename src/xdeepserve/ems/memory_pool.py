@@ -11,17 +11,17 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from ..errors import DeploymentError
-from ..hw.bucket import Bucket
-from ..hw.pod import Pod
-from ..hw.topology import Plane
-from ..hw.volume_file import remove
-from .directory import check_directory, lock, open_volumes, server_name, volume_path
-from .model_cache import ModelCache, ModelCatalogue
-from .mp_client import MPClient
-from .mp_controller import MPController, rebalance
-from .mp_server import MPServer
-from .ring import Ring
+from xdeepserve.ems.directory import check_directory, lock, open_volumes, server_name, volume_path
+from xdeepserve.ems.model_cache import ModelCache, ModelCatalogue
+from xdeepserve.ems.mp_client import MPClient
+from xdeepserve.ems.mp_controller import MPController, rebalance
+from xdeepserve.ems.mp_server import MPServer
+from xdeepserve.ems.ring import Ring
+from xdeepserve.errors import DeploymentError
+from xdeepserve.hw.bucket import Bucket
+from xdeepserve.hw.pod import Pod
+from xdeepserve.hw.topology import Plane
+from xdeepserve.hw.volume_file import remove
 
 COUNTS = (  # what a server counts, in the order in which it is shown
     "dram hits",

@@ -16,13 +16,13 @@ import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
-from ..errors import XDeepServeError
-from ..hw.address_space import AddressSpace
-from ..hw.bucket import Bucket
-from ..hw.clock import Waiter, Waiting
-from ..hw.volume import Key
-from .mp_client import MPClient
-from .mp_server import Lease
+from xdeepserve.ems.mp_client import MPClient
+from xdeepserve.ems.mp_server import Lease
+from xdeepserve.errors import XDeepServeError
+from xdeepserve.hw.address_space import AddressSpace
+from xdeepserve.hw.bucket import Bucket
+from xdeepserve.hw.clock import Waiter, Waiting
+from xdeepserve.hw.volume import Key
 
 NAMESPACE = "models"
 
