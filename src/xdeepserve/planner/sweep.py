@@ -41,7 +41,7 @@ BOUNDS = {  # what a stage's time is the fault of, by its name
 }
 
 
-class Bound(NamedTuple):
+class PublishedRange(NamedTuple):
     """Least and greatest published value of a quantity, with the source."""
 
     what: str
@@ -50,17 +50,17 @@ class Bound(NamedTuple):
     source: str
 
     def note(self, value: float) -> str:
-        """Return a note if a value is beyond the bounds, else ""."""
+        """Return a note if a value is outside of the range, else ""."""
         if self.least <= value <= self.most:
             return ""
         return f"{self.what} {value:,g}, published {self.least:,g} to {self.most:,g} ({self.source})"
 
 
 PUBLISHED = {  # of decode; beyond these, no published time says how far off a value is
-    "hidden": Bound("elements of a token", 7168, 7168, "DeepSeek-R1"),
-    "batch": Bound("requests of a die", 4, 96, "CM Table 4, XDS 7.1"),
-    "context": Bound("positions of a request", 1536, 4224, "CM Table 4: prompts, half of answers"),
-    "ranks": Bound("dies of an exchange", 8, 320, "CM Table 6, 4.1"),
+    "hidden": PublishedRange("elements of a token", 7168, 7168, "DeepSeek-R1"),
+    "batch": PublishedRange("requests of a die", 4, 96, "CM Table 4, XDS 7.1"),
+    "context": PublishedRange("positions of a request", 1536, 4224, "CM Table 4: prompts, half of answers"),
+    "ranks": PublishedRange("dies of an exchange", 8, 320, "CM Table 6, 4.1"),
 }
 
 
