@@ -18,7 +18,7 @@ second layer trained for it. Tokens per step are 1 + p1 with one draft and 1 + p
 from __future__ import annotations
 
 from xdeepserve import LLM, SamplingParams
-from xdeepserve.bench import acceptance, engine
+from xdeepserve.bench.papers import acceptance, engine
 from xdeepserve.corpus import chat
 from xdeepserve.engine.dp.events import Event, StepEnded
 from xdeepserve.llm import digest

@@ -24,10 +24,10 @@ from tests.samples import (
     samples_of,
     written,
 )
-from xdeepserve.bench.sweep import Point, measure
 from xdeepserve.cli import docs as documents_command
 from xdeepserve.cli import main
 from xdeepserve.errors import InputError
+from xdeepserve.planner.sweep import Point, measure
 
 SRC = ROOT / "src" / "xdeepserve"
 

@@ -69,7 +69,6 @@ SEVERAL = {
     "engine": {"Counts", "Dispatch", "Exchange", "Ns", "Place", "Preemption", "Stage"},
     "hw": {"Place"},
     "quant": {"Sequences"},
-    "bench": {"Values"},
 }
 
 

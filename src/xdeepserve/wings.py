@@ -23,7 +23,7 @@ COMMANDS: Final[Mapping[str, str]] = {  # modules with `add_options` and `run`, 
     "plan": "xdeepserve.planner.command",
     "quantize": "xdeepserve.quant.command",
     "replay": "xdeepserve.platform.command",
-    "sweep": "xdeepserve.bench.sweep_command",
+    "sweep": "xdeepserve.planner.sweep_command",
 }
 PARTS: Final[Mapping[str, str]] = {  # "module:name"
     "memory pool": "xdeepserve.ems.pool_use:PoolUse",

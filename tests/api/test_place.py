@@ -14,8 +14,8 @@ import msgspec
 import pytest
 
 from tests.api.commands import SHM, Command, Load, expected, refusal, served
-from xdeepserve.bench.sweep import measure, points, sweep
 from xdeepserve.cli import main
+from xdeepserve.planner.sweep import measure, points, sweep
 from xdeepserve.remote.children import ServerTask
 from xdeepserve.remote.keeper import TRIES, Keeper
 from xdeepserve.remote.on_ray import over

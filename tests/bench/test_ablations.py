@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from xdeepserve.bench import ablations, interference
+from xdeepserve.bench.papers import ablations, interference
 from xdeepserve.bench.report import Row
 from xdeepserve.cli import main
 

@@ -1,6 +1,6 @@
 """URMA beside MTE as the carrier of A2E and E2A: what xDeepServe 3.3 says of them holds here."""
 
-from xdeepserve.bench.carriers import rows, simulate
+from xdeepserve.bench.papers.carriers import rows, simulate
 from xdeepserve.hw.spec import Spec
 
 

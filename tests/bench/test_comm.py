@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from xdeepserve.bench import comm, sizes
+from xdeepserve.bench.papers import comm, sizes
 from xdeepserve.bench.report import Row, print_rows, published
 from xdeepserve.cli import main
 from xdeepserve.comm.cost import CommCost, Way, expected_maximum

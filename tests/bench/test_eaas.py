@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from xdeepserve.bench import eaas, eaas_full_size
+from xdeepserve.bench.papers import eaas, eaas_full_size
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.presets import resolve_model
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from xdeepserve.bench import ems
-from xdeepserve.bench.request_traces import generated, hits_of_belady, hits_of_lru
+from xdeepserve.bench.papers import ems
+from xdeepserve.bench.papers.request_traces import generated, hits_of_belady, hits_of_lru
 from xdeepserve.cli import main
 from xdeepserve.errors import InputError
 from xdeepserve.platform.traces import TracedRequest

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from xdeepserve.bench import acceptance, engine, pd
+from xdeepserve.bench.papers import acceptance, engine, pd
 from xdeepserve.bench.report import Row
 from xdeepserve.cli import main
 

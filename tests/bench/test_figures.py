@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from xdeepserve.bench import figures, papers
-from xdeepserve.bench.decode_formula import LayerCost
+from xdeepserve.bench.papers import every_value, figures
+from xdeepserve.bench.papers.decode_formula import LayerCost
 from xdeepserve.model.presets import resolve_model
 
 ALL = [*chain.from_iterable(figures.FIGURES.values())]
@@ -39,7 +39,7 @@ def test_stages_add_up() -> None:
 
 
 def test_they_are_of_papers_and_drawn(tmp_path: Path) -> None:
-    assert set(figures.FIGURES) <= set(papers.PAPERS)
+    assert set(figures.FIGURES) <= set(every_value.PAPERS)
     pytest.importorskip("matplotlib")
     figures.plot(["ds"], tmp_path / "none.svg")
     assert not [*tmp_path.iterdir()]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.samples import check_all
-from xdeepserve.bench import fits
+from xdeepserve.bench.papers import fits
 from xdeepserve.bench.report import Row
 from xdeepserve.cli import main
 from xdeepserve.hw.spec import Spec

@@ -10,34 +10,34 @@ from pathlib import Path
 
 import pytest
 
-from xdeepserve.bench import ems, expert_skew, paper_rows, papers, superpod
-from xdeepserve.bench.paper_rows import GroupedGemm
+from xdeepserve.bench.papers import ems, every_value, expert_skew, paper_rows, superpod
+from xdeepserve.bench.papers.paper_rows import GroupedGemm
 from xdeepserve.bench.report import Row, published
 from xdeepserve.cli import main
 from xdeepserve.hw.spec import Spec
 
 # Their rows have tests of their own.
-SLOW = (superpod.colocated, superpod.disaggregated, ems.table_1, *papers.SOURCES["eaas"])
+SLOW = (superpod.colocated, superpod.disaggregated, ems.table_1, *every_value.SOURCES["eaas"])
 
 
 @pytest.fixture(scope="module")
 def rows() -> list[Row]:
     """All that take no minute."""
-    sources = [source for some in papers.SOURCES.values() for source in some if source not in SLOW]
+    sources = [source for some in every_value.SOURCES.values() for source in some if source not in SLOW]
     return [row for row in chain.from_iterable(source() for source in sources) if row.published is not None]
 
 
 def test_every_published_value_has_an_id_and_every_id_rows_or_a_reason() -> None:
-    found = {papers.id_of(Row(name, 0.0, "", "predicted")) for name in published()}
-    for id, value in papers.paper_values().items():
+    found = {every_value.id_of(Row(name, 0.0, "", "predicted")) for name in published()}
+    for id, value in every_value.paper_values().items():
         assert (id in found) == (value.how == "rows"), id
         assert value.how == "rows" or value.why, id
-        assert papers.paper_of(id) in papers.PAPERS
+        assert every_value.paper_of(id) in every_value.PAPERS
 
 
 def test_every_published_value_has_a_row(rows: list[Row]) -> None:
     names = {row.name for row in rows}
-    names |= {name for row in names for name in papers.ALSO.get(row, ())}
+    names |= {name for row in names for name in every_value.ALSO.get(row, ())}
     slow = ("xds.dec288", "xds.disagg", "xds.headline", "xds.ep.share25", "cm.t1/", "eaas.")
     assert {name for name in published() if not name.startswith(slow)} <= names
 
@@ -49,10 +49,10 @@ def test_predictions_are_as_close_as_is_said(rows: list[Row]) -> None:
 @pytest.mark.campaign
 def test_all_predictions_are_as_close_as_is_said() -> None:
     """With the simulated pods; those of hardware that is not billed are counted by themselves."""
-    found = list(papers.all_rows())
+    found = list(every_value.all_rows())
     _are_close(found, at_least=25)
     assert len(found) >= 60
-    assert len(papers.errors(found)[papers.PREDICTED_ELSEWHERE]) == 2
+    assert len(every_value.errors(found)[every_value.PREDICTED_ELSEWHERE]) == 2
     _are_those_of_the_readme(found)
 
 
@@ -85,24 +85,25 @@ def _are_those_of_the_readme(rows: list[Row]) -> None:
     for _, shown, name in FIGURES:
         digits = len(shown.partition(".")[2])
         assert shown == f"{ours[name]:,.{digits}f}", name
-    errors = papers.errors(rows)["predicted"]
-    within = sum(error <= papers.WITHIN for error in errors) / len(errors)
+    errors = every_value.errors(rows)["predicted"]
+    within = sum(error <= every_value.WITHIN for error in errors) / len(errors)
     assert SAID_AGAIN is not None
     assert SAID_AGAIN.groups() == (
         str(len(errors)),
         f"{statistics.median(errors):.1f}",
         f"{100 * within:.0f}",
-        f"{papers.WITHIN:.0f}",
+        f"{every_value.WITHIN:.0f}",
         f"{max(errors):.0f}",
     )
 
 
 def _are_close(rows: list[Row], at_least: int) -> None:
-    predicted = papers.errors(rows)["predicted"]  # each value once
+    predicted = every_value.errors(rows)["predicted"]  # each value once
     assert len(predicted) >= at_least
     assert statistics.median(predicted) < 8
-    assert sum(error <= papers.WITHIN for error in predicted) >= 0.8 * len(predicted)
-    assert all(papers.paper_values()[papers.id_of(row)].why for row in rows if papers.is_far(row))
+    assert sum(error <= every_value.WITHIN for error in predicted) >= 0.8 * len(predicted)
+    far = [row for row in rows if every_value.is_far(row)]
+    assert all(every_value.paper_values()[every_value.id_of(row)].why for row in far)
 
 
 @pytest.mark.parametrize(
@@ -168,26 +169,27 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_each_row_stands_under_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    papers.print_summary([Row("xds.dec288.iter", 95.0, "ms", "predicted")], "xds")
+    every_value.print_summary([Row("xds.dec288.iter", 95.0, "ms", "predicted")], "xds")
     out = capsys.readouterr().out
     heading = "  xDeepServe 7.1, Fig 20: Decode iteration, DP288 EP288: MTP forward, sampling, main forward,"
     assert f"{heading}\n      sampling\n    xds.dec288.iter" in out
     assert "predicted: none was." in " ".join(out.split())
-    for id, value in papers.paper_values().items():
+    for id, value in every_value.paper_values().items():
         assert value.where, id
         assert value.how != "rows" or len(value.what.split()) >= 2, id
 
 
 def test_a_round_number_is_no_bound(capsys: pytest.CaptureFixture[str]) -> None:
     (pairs,) = (row for row in paper_rows.fields_and_pairs() if row.name == "xds.hw.pairs")
-    assert papers.how(pairs) == "arithmetic"
-    assert papers.is_kept(pairs)
-    papers.print_summary([pairs], "xds")
+    assert every_value.how(pairs) == "arithmetic"
+    assert every_value.is_kept(pairs)
+    every_value.print_summary([pairs], "xds")
     out = " ".join(capsys.readouterr().out.split())
     assert "xds.hw.pairs ~300000 294528.00 -1.8 % arithmetic" in out
     assert "768 x 767 / 2 = 294,528" in out
     assert "NOT KEPT measured" not in out
-    assert not papers.is_kept(Row("xds.p2p.small", 21.0, "us", "calibrated"))  # a real bound still breaks
+    broken = Row("xds.p2p.small", 21.0, "us", "calibrated")
+    assert not every_value.is_kept(broken)  # a real bound still breaks
 
 
 def test_all_papers_end_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,7 +202,7 @@ def test_all_papers_end_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> N
         Row("eaas.save", 50.0, "%", "predicted"),
         Row("ms.dp/DBRX", 16, "nodes", "predicted"),
     ]
-    papers.print_summary(rows)
+    every_value.print_summary(rows)
     said = " ".join(capsys.readouterr().out.rstrip().split("\n\n")[-1].split())
     # Headlines count under the rows that they restate.
     assert said.startswith(
@@ -209,5 +211,5 @@ def test_all_papers_end_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> N
     assert "2,640 tok/s of a chip (decode of DeepSeek-R1 on 768 dies) where the paper has 2,400" in said
     assert "45 ms per output token where the paper has 50" in said
     assert said.endswith("1 more, measured on other hardware (Expert-as-a-Service), are off by 33 %.")
-    papers.print_summary(rows[:2], "xds")
+    every_value.print_summary(rows[:2], "xds")
     assert "independent predictions" not in capsys.readouterr().out

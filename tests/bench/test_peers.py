@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from xdeepserve.bench import peers
-from xdeepserve.bench.generation import Contender, Task, rows
-from xdeepserve.bench.peers import Peer, find_python
+from xdeepserve.bench.wall import peers
+from xdeepserve.bench.wall.generation import Contender, Task, rows
+from xdeepserve.bench.wall.peers import Peer, find_python
 from xdeepserve.errors import InputError, XDeepServeError
 
 XLLAMACPP = """

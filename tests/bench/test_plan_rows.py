@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from xdeepserve.bench import plan
+from xdeepserve.bench.papers import plan
 from xdeepserve.bench.report import Row
 from xdeepserve.errors import InputError
 
@@ -37,7 +37,7 @@ def test_dbrx_peaks_at_eight_attention_nodes() -> None:
 
 
 def test_a_deployment_is_predicted_and_run() -> None:
-    (row,) = plan.of_deployment("tiny", "colocated", 100)
+    row = plan.of_deployment("tiny", "colocated", 100)
     assert "bound of 5 %: kept" in row.note
 
 
@@ -50,7 +50,7 @@ def test_a_file_is_run_with_the_requests_that_it_has_room_for(
     file.write_text(
         f'kind = "colocated"\nmax_model_len = {length}\ndies = 4\n[cache]\nnum_blocks = {blocks}\n'
     )
-    (row,) = plan.of_deployment("tiny", str(file), None)
+    row = plan.of_deployment("tiny", str(file), None)
     assert "bound of 5 %: kept" in row.note
     with pytest.raises(InputError, match=f"decode after 1 to {length - 2} positions; try {length - 2}"):
         plan.of_deployment("tiny", str(file), length)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from xdeepserve import cli
-from xdeepserve.bench import ranks
+from xdeepserve.bench.wall import ranks
 from xdeepserve.errors import XDeepServeError
 
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from xdeepserve.bench import recovery
+from xdeepserve.bench.papers import recovery
 
 SCALED_DOWN = functools.cache(recovery.scaled_down)
 

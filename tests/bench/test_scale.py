@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from tests.platform.tools import LIMITS, PRICE
-from xdeepserve.bench import pdc, pool_servers, scale
+from xdeepserve.bench.papers import pdc, pool_servers, scale
 from xdeepserve.bench.report import Row
 from xdeepserve.cli import main
 from xdeepserve.platform import cluster as cluster_module

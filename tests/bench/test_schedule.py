@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from xdeepserve.bench import heatmap, schedule
+from xdeepserve.bench.papers import heatmap, schedule
 from xdeepserve.cli import main
 from xdeepserve.engine.balance.heat_map import read_heat_map
 from xdeepserve.engine.deploy.policies import ROUTE

@@ -2,7 +2,7 @@
 
 import pytest
 
-from xdeepserve.bench import superpod_steps
+from xdeepserve.bench.wall import superpod_steps
 
 
 @pytest.mark.campaign

@@ -5,10 +5,9 @@ from collections import Counter
 
 import pytest
 
-from xdeepserve.bench import trends
-from xdeepserve.bench.papers import PAPERS, paper_of
-from xdeepserve.bench.said_in_papers import TRENDS
-from xdeepserve.bench.trend import Trend, Values
+from xdeepserve.bench.papers import trends
+from xdeepserve.bench.papers.every_value import PAPERS, paper_of
+from xdeepserve.bench.papers.said_in_papers import TRENDS, Trend, Values
 from xdeepserve.cli import main
 
 SLOW = ("engine", "loading", "experts", "microbatches", "policies", "services", "loss")  # minutes in all

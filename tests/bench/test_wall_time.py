@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from xdeepserve.bench import decode, decode_limit, generation, kernels, prefill, prefill_limit, startup
+from xdeepserve.bench.wall import decode, generation, kernels, prefill, startup, step_limits
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.llm import LLM
 from xdeepserve.model.kernels import limits
@@ -30,7 +30,7 @@ def test_decode_rate_subtracts_the_first_token(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
 def test_kernels_are_not_measured_beside_a_blas_of_several_threads() -> None:
     """Only this thread's time is taken: NumPy would look twice as fast as it is."""
-    script = "from xdeepserve.bench import kernels; kernels.check_blas()"
+    script = "from xdeepserve.bench.wall import kernels; kernels.check_blas()"
     for threads in "1", "2":
         env = {**os.environ, "OPENBLAS_NUM_THREADS": threads}
         done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
@@ -44,7 +44,7 @@ from xdeepserve.cli import main
 
 def without_rows(name):
     module = find(name)
-    if name == "xdeepserve.bench.kernels":
+    if name == "xdeepserve.bench.wall.kernels":
         module.all_rows = lambda: module.check_blas() or []
     return module
 
@@ -101,14 +101,14 @@ def test_a_decode_step_reads_what_a_die_holds() -> None:
     with LLM("tiny-random", "monolithic", overrides=["max_model_len=32", "cache.num_blocks=8"]) as llm:
         _, mem = llm.engine.plan.tes[0].all_memories[0]
         arrays = mem.weights()
-        held = sum(array.nbytes for name, array in arrays.items() if name not in decode_limit.NOT_READ)
+        held = sum(array.nbytes for name, array in arrays.items() if name not in step_limits.NOT_READ)
         mtp = sum(array.nbytes for name, array in arrays.items() if name.startswith("mtp."))
         block, size = mem.kv.block_nbytes, mem.kv.sizes.block_size
-    assert decode_limit.step_nbytes(config, 10_000, 0) == pytest.approx(held - mtp)
-    one, more = (decode_limit.step_nbytes(config, 1, context) for context in (0, size))
+    assert step_limits.step_nbytes(config, 10_000, 0) == pytest.approx(held - mtp)
+    one, more = (step_limits.step_nbytes(config, 1, context) for context in (0, size))
     assert more - one == block
-    assert one < decode_limit.step_nbytes(config, 2, 0) < held
-    assert list(decode_limit.limit_rows(config, 2, (1,), 16)) == []
+    assert one < step_limits.step_nbytes(config, 2, 0) < held
+    assert list(step_limits.decode_rows(config, 2, (1,), 16)) == []
 
 
 def test_a_row_of_a_prompt_takes_these_products() -> None:
@@ -120,10 +120,10 @@ def test_a_row_of_a_prompt_takes_these_products() -> None:
     mla = hidden * (96 + rank + rope) + 96 * heads * (nope + rope) + heads * v_dim * hidden
     mlp = 3 * hidden * (c.intermediate_size + (c.num_hidden_layers - 1) * taken * c.moe_intermediate_size)
     head, absorbed = hidden * c.vocab_size, c.num_hidden_layers * heads * rank * (nope + v_dim)
-    ops, seen = prefill_limit.row_operations(c, 64), c.num_hidden_layers * heads * 65 / 2
+    ops, seen = step_limits.row_operations(c, 64), c.num_hidden_layers * heads * 65 / 2
     assert ops.int8 == pytest.approx(2 * (c.num_hidden_layers * mla + mlp + seen * rank))
     assert ops.bf16 == pytest.approx(2 * (absorbed + head / 64 + seen * (rank + rope)))
-    assert list(prefill_limit.limit_rows(c, 2, prefill.cases(), prefill.CHUNK)) == []
+    assert list(step_limits.prefill_rows(c, 2, prefill.cases(), prefill.CHUNK)) == []
 
 
 def test_limits_run() -> None:

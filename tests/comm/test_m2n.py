@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.comm.tools import expert, quantize, same_bits
-from xdeepserve.bench.group_calls import GroupCalls, GroupCosts
-from xdeepserve.bench.m2n import group_calls, m2n
+from xdeepserve.bench.papers.group_calls import GroupCalls, GroupCosts
+from xdeepserve.bench.papers.m2n import group_calls, m2n
 from xdeepserve.comm import oracles
 from xdeepserve.comm.exchange.layout import Group
 from xdeepserve.comm.means import Means

@@ -3,7 +3,6 @@
 import msgspec
 import pytest
 
-from xdeepserve.bench.sweep import Point, measure
 from xdeepserve.cli import main
 from xdeepserve.engine import build, description
 from xdeepserve.engine.build import PodPlan
@@ -16,6 +15,7 @@ from xdeepserve.hw.spec import Param, Spec
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.planner.layouts import PodLayout, max_requests
 from xdeepserve.planner.pod_profile import Demand, PodProfile
+from xdeepserve.planner.sweep import Point, measure
 
 BLOCK = 128
 DEVICES: list[Device] = list(ACCELERATORS)  # type: ignore[arg-type]

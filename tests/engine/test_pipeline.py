@@ -11,7 +11,7 @@ import pytest
 
 from tests.tools import one_die
 from xdeepserve import LLM, SamplingParams
-from xdeepserve.bench import pipelines
+from xdeepserve.bench.papers import pipelines
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import resolve

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from xdeepserve import LLM, SamplingParams
-from xdeepserve.bench import superpod
+from xdeepserve.bench.papers import superpod
 from xdeepserve.engine.job.journey import MARK_NS, STEPS
 from xdeepserve.engine.lanes import COMPUTE, RECEIVE, SEND, STREAMS
 from xdeepserve.errors import RequestError

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from xdeepserve.bench.plan import random_space, shares
+from xdeepserve.bench.papers.plan import random_space, shares
 from xdeepserve.errors import InputError
 from xdeepserve.hw.accelerators import ACCELERATORS, accelerator
 from xdeepserve.planner.devices import pairings, space_of

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.timing.closed_forms import ClosedForms
-from xdeepserve.bench import pipelines, superpod
-from xdeepserve.bench.decode_formula import EP320, LayerCost, Load, ping_pong_throughput
+from xdeepserve.bench.papers import pipelines, superpod
+from xdeepserve.bench.papers.decode_formula import EP320, LayerCost, Load, ping_pong_throughput
 from xdeepserve.bench.report import Row, published
 from xdeepserve.hw.spec import Spec
 from xdeepserve.model.presets import resolve_model

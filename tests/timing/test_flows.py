@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from xdeepserve import SamplingParams
-from xdeepserve.bench import superpod
+from xdeepserve.bench.papers import superpod
 from xdeepserve.comm.exchange.layout import Layout
 from xdeepserve.comm.services.cost import ServiceCost
 from xdeepserve.engine.build import PodPlan

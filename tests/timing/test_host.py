@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from xdeepserve.bench import engine as bench
+from xdeepserve.bench.papers import engine as bench
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import ExecutionConfig, RoleExecution
 from xdeepserve.engine.deploy.fitting import fit

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.timing.closed_forms import ClosedForms
-from xdeepserve.bench import pipelines, superpod
-from xdeepserve.bench.decode_formula import EP320, SPLITS, LayerCost, Load, expert_layer
+from xdeepserve.bench.papers import pipelines, superpod
+from xdeepserve.bench.papers.decode_formula import EP320, SPLITS, LayerCost, Load, expert_layer
 from xdeepserve.cli import main
 from xdeepserve.comm.cost import CommCost
 from xdeepserve.engine.build import PodPlan

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,68 +14,99 @@ from xdeepserve.progress import working
 
 
 class Suite(NamedTuple):
-    """A benchmark suite: help text, and its own options beside those of all suites."""
+    """A benchmark suite: help text, its module here, and its own options beside those of all suites.
+
+    `all_rows` of the module takes these options by name, but for `plot` and those of INSTEAD.
+    """
 
     text: str
+    module: str
     options: tuple[str, ...] = ()
 
 
 SUITES = {
     "comm": Suite(
         "communication in virtual time: send and receive, dispatch and combine, A2E and E2A",
+        "papers.comm",
         ("plot", "ranks"),
     ),
-    "superpod": Suite("DeepSeek-R1 on up to 768 dies in virtual time; about two minutes", ("steps", "trace")),
+    "superpod": Suite(
+        "DeepSeek-R1 on up to 768 dies in virtual time; about two minutes",
+        "papers.superpod",
+        ("steps", "trace"),
+    ),
     "engine": Suite(
-        "scheduling, MTP, launching and load balancing against what they replaced, in virtual time; minutes"
+        "scheduling, MTP, launching and load balancing against what they replaced, in virtual time; minutes",
+        "papers.engine",
     ),
     "plan": Suite(
         "the planner beside the papers, exhaustive search and timing-only runs; minutes",
+        "papers.plan",
         ("model", "deployment", "context", "plot"),
     ),
     "m2n": Suite(
         "tokens to experts by network cards, M2N and calls in groups, in virtual time; a minute",
+        "papers.m2n",
         ("plot",),
     ),
     "ems": Suite(
         "the memory pool: loading models and reusing prefixes in virtual time; hit rates on a trace",
+        "papers.ems",
         ("plot", "requests", "format"),
     ),
     "heatmap": Suite(
         "TEs with prefill and decode apart against TEs that do both, by lengths and load, in virtual time",
+        "papers.heatmap",
         ("map",),
     ),
     "schedule": Suite(
-        "which TE gets a request: DeepServe's policies, others', on three traces at three loads; minutes"
+        "which TE gets a request: DeepServe's policies, others', on three traces at three loads; minutes",
+        "papers.schedule",
     ),
     "scale": Suite(
         "from 1 TE to 64: each step, with and without pre-warming, DRAM and NPU-fork, in virtual time",
+        "papers.scale",
         ("plot",),
     ),
     "pdc": Suite(
-        "TEs that prefill and TEs that decode: every fixed ratio, and one that follows the workload"
+        "TEs that prefill and TEs that decode: every fixed ratio, and one that follows the workload",
+        "papers.pdc",
     ),
     "recovery": Suite(
-        "what faults cost by stage of recovery: tokens per second around each, in virtual time", ("plot",)
+        "what faults cost by stage of recovery: tokens per second around each, in virtual time",
+        "papers.recovery",
+        ("plot",),
     ),
     "eaas": Suite(
-        "experts as services: R1 on 32 to 64 dies, and what a lost server costs, in virtual time and real"
+        "experts as services: R1 on 32 to 64 dies, and what a lost server costs, in virtual time and real",
+        "papers.eaas",
     ),
     "papers": Suite(
         "every value that the papers publish: ours beside it, or why there is none; minutes",
+        "papers.every_value",
         ("paper", "plot", "trends", "fits", "ablations"),
     ),
-    "kernels": Suite("wall time of each kernel beside this computer's limits, NumPy and PyTorch; minutes"),
+    "kernels": Suite(
+        "wall time of each kernel beside this computer's limits, NumPy and PyTorch; minutes", "wall.kernels"
+    ),
     "decode": Suite(
         "tokens per second on this computer; --peers: beside llama.cpp, vLLM and transformers",
+        "wall.decode",
         ("model", "peers", "peer"),
     ),
     "prefill": Suite(
         "tokens of prompts per second, of 128 to 2,047 tokens each; --peers as for decode; minutes",
+        "wall.prefill",
         ("model", "peers", "peer"),
     ),
-    "startup": Suite("wall time until the first token, cold and warm; a minute or two", ("model",)),
+    "startup": Suite(
+        "wall time until the first token, cold and warm; a minute or two", "wall.startup", ("model",)
+    ),
 }
+# Options that ask for other rows than the suite's, and for tables: the modules that have them.
+ROWS_INSTEAD = {"ranks": "wall.ranks", "steps": "wall.superpod_steps"}
+TABLES_INSTEAD = {"trends": "papers.trends", "fits": "papers.fits", "ablations": "papers.ablations"}
+INSTEAD = ROWS_INSTEAD | TABLES_INSTEAD
 OPTIONS: dict[str, dict[str, Any]] = {
     "model": {"metavar": "M", "help": "as for generate; default tiny"},
     "peers": {
@@ -154,93 +184,36 @@ def run(args: argparse.Namespace) -> int:
         from xdeepserve.jobs.task_process import ONE_CORE
 
         os.environ.update(ONE_CORE)  # which NumPy's BLAS reads once, when it is loaded
-    from xdeepserve.bench import ablations
-    from xdeepserve.bench.report import Row, print_rows, print_summary, pyplot
+    from xdeepserve.bench.report import Row, pyplot, tell_rows
 
     _check(args)
-    if args.trends:
-        return _tell_trends(args)
-    if args.fits:
-        return _tell_fits(args)
-    if args.ablations:
-        with working("bench papers --ablations"):
-            changes = ablations.all_changes()
-        ablations.print_changes(changes, args.json)
-        return 0
     if args.plot is not None:
         pyplot()  # before half a minute of work
-    name = "ranks" if args.ranks else "superpod_steps" if args.steps else args.suite
-    suite = importlib.import_module(f"xdeepserve.bench.{name}")
-    model = args.model or "tiny"
-    given: dict[str, tuple[object, ...]] = {
-        "superpod": (args.trace,),
-        "decode": (model, args.peers, args.peer or ()),
-        "prefill": (model, args.peers, args.peer or ()),
-        "startup": (model,),
-        "ems": (args.requests, args.format),
-        "papers": (args.paper,),
-        "heatmap": (args.map,),
-    }
+    instead = next((option for option in INSTEAD if getattr(args, option)), None)
+    place = SUITES[args.suite].module if instead is None else INSTEAD[instead]
+    module, given = importlib.import_module(f"xdeepserve.bench.{place}"), _given(args)
+    if instead in TABLES_INSTEAD:
+        module.tell(args.json, **given)
+        return 0
+    name = args.suite if instead is None else place.rpartition(".")[2]
     rows: list[Row] = []
     with working(f"bench {name}") as status:
-        found = (
-            suite.of_deployment(model, args.deployment, args.context)
-            if args.deployment is not None
-            else suite.all_rows(*given.get(name, ()))
-        )
-        for row in found:
+        for row in module.all_rows(**given):
             rows.append(row)
             status.row(f"{row.name} {row.value:.2f} {row.unit}")
     if args.plot is not None:
-        suite.plot(rows, args.plot)
-    if args.json:
-        print(
-            json.dumps(
-                suite.as_json(rows, args.paper) if name == "papers" else {"rows": [r.as_dict() for r in rows]}
-            )
-        )
-        return 0
-    if name == "papers":
-        suite.print_summary(rows, args.paper, args.full)
-        return 0
-    print_summary(rows)
-    if args.full:
-        print()
-        print_rows(rows)
+        module.plot(rows, args.plot)
+    if args.suite == "papers":
+        module.tell_rows(rows, args.paper, args.full, args.json)
     else:
-        print("\n--full prints every row, --json all of them for programs")
+        tell_rows(rows, args.full, args.json)
     return 0
 
 
-def _tell_trends(args: argparse.Namespace) -> int:
-    """Print the papers' statements in words, and whether they hold."""
-    from xdeepserve.bench import papers, trends
-
-    if args.paper is not None and args.paper not in papers.PAPERS:
-        raise InputError(f"--paper must be one of {', '.join(papers.PAPERS)}, found {args.paper!r}")
-    found = []
-    with working("bench papers --trends") as status:
-        for one in trends.all_answers(args.paper):
-            found.append(one)
-            status.detail = f"{len(found)} of {trends.count(args.paper)}"
-    trends.print_answers(found, "json" if args.json else "text")
-    return 0
-
-
-def _tell_fits(args: argparse.Namespace) -> int:
-    """Print the fitted numbers, and the values that they were fitted to."""
-    from xdeepserve.bench import fits
-
-    found = []
-    with working("bench papers --fits") as status:
-        for one in fits.all_left_out():
-            found.append(one)
-            status.detail = f"{one.fit}, {one.table}"
-    if args.json:
-        print(fits.as_json(found))
-    else:
-        fits.print_fits(found)
-    return 0
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options on which the suite's rows depend, by name, as far as they were given."""
+    names = (option for option in SUITES[args.suite].options if option not in (*INSTEAD, "plot"))
+    return {name: value for name in names if (value := getattr(args, name)) is not None}
 
 
 def _check(args: argparse.Namespace) -> None:

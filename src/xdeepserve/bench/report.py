@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Sequence
 from importlib import resources
 from typing import Any, Literal
@@ -87,6 +88,19 @@ class Row(msgspec.Struct, frozen=True):
             result["published"] = self.published.value
             result["error_pct"] = round(self.error_pct, 2)
         return result
+
+
+def tell_rows(rows: Sequence[Row], is_full: bool, is_json: bool) -> None:
+    """Print the rows of a suite: for programs, or a summary, with every row if `is_full`."""
+    if is_json:
+        print(json.dumps({"rows": [row.as_dict() for row in rows]}))
+        return
+    print_summary(rows)
+    if is_full:
+        print()
+        print_rows(rows)
+    else:
+        print("\n--full prints every row, --json all of them for programs")
 
 
 def print_summary(rows: Sequence[Row]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from ..errors import HardwareError
+from xdeepserve.errors import HardwareError
 
 HUGE_PAGE = 2 << 20
 SMALLEST = 1024

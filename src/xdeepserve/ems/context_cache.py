@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..hw.volume import Key
-from .mp_client import MPClient
-from .mp_server import Lease
+from xdeepserve.ems.mp_client import MPClient
+from xdeepserve.ems.mp_server import Lease
+from xdeepserve.hw.volume import Key
 
 BITS = 1
 """Version of the arithmetic, raised whenever a change alters a bit of any KV: blocks of older pools are then

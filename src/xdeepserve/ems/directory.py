@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from ..errors import InputError
-from ..forks import close_in_child
-from ..hw.volume import Volume
-from ..hw.volume_file import check_identity, remove
+from xdeepserve.errors import InputError
+from xdeepserve.forks import close_in_child
+from xdeepserve.hw.volume import Volume
+from xdeepserve.hw.volume_file import check_identity, remove
 
 LOCK = "lock"
 

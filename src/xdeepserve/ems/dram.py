@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..hw.volume import Key
-from .allocator import Allocator
+from xdeepserve.ems.allocator import Allocator
+from xdeepserve.hw.volume import Key
 
 HIGH, LOW = 0.95, 0.85  # of a tier's capacity: eviction begins, and ends
 

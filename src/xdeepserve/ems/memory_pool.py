@@ -1,6 +1,6 @@
 """A memory pool on a pod: servers on some hosts, each with a volume in a directory of this computer.
 
-`PoolFaults` applies faults to the pool's servers, their volumes and its Controller (`hw.fault_kinds`).
+Its servers, their volumes and its Controller are parts of the pod for faults to break (`hw.fault_kinds`).
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from ..errors import DeploymentError
-from ..hw.bucket import Bucket
-from ..hw.pod import Pod
-from ..hw.topology import Plane
-from ..hw.volume_file import remove
-from .directory import check_directory, lock, open_volumes, server_name, volume_path
-from .model_cache import ModelCache, ModelCatalogue
-from .mp_client import MPClient
-from .mp_controller import MPController, rebalance
-from .mp_server import MPServer
-from .ring import Ring
+from xdeepserve.ems.directory import check_directory, lock, open_volumes, server_name, volume_path
+from xdeepserve.ems.model_cache import ModelCache, ModelCatalogue
+from xdeepserve.ems.mp_client import MPClient
+from xdeepserve.ems.mp_controller import MPController, rebalance
+from xdeepserve.ems.mp_server import MPServer
+from xdeepserve.ems.ring import Ring
+from xdeepserve.errors import DeploymentError
+from xdeepserve.hw.bucket import Bucket
+from xdeepserve.hw.pod import Pod
+from xdeepserve.hw.topology import Plane
+from xdeepserve.hw.volume_file import remove
 
 COUNTS = (  # what a server counts, in the order in which it is shown
     "dram hits",
@@ -75,7 +75,8 @@ class MemoryPool:
         self.servers: list[MPServer] = []
         self.catalogue, self.bucket = ModelCatalogue(), Bucket(pod.clock, pod.spec)
         self.num_moved = 0  # values that other servers have now
-        pod.parts.update(PoolFaults(self).parts(num_servers))
+        self._without_host: set[int] = set()  # servers
+        pod.parts.update(self._parts())
 
     def open(self) -> None:
         """Lock the directory and open its volumes. Raises InputError, without any effect, if it is in use or
@@ -154,41 +155,35 @@ class MemoryPool:
         for server in self.servers:
             server.check_integrity()
 
+    # ---- faults ------------------------------------------------------------------------------------------
 
-class PoolFaults:
-    """Parts of a pool for faults to break.
+    def _parts(self) -> dict[tuple[str, int], Callable[[str, bool], None]]:
+        """Return the breakable parts for `Pod.parts`. Hosts are only those with a server.
 
-    A fault does nothing where there is nothing to break: a server that is already lost, or a ring whose
-    Controller is lost.
-    """
-
-    def __init__(self, pool: MemoryPool) -> None:
-        self.pool = pool
-        self._without_host: set[int] = set()
-
-    def parts(self, num_servers: int) -> dict[tuple[str, int], Callable[[str, bool], None]]:
-        """Return the breakable parts for `Pod.parts`. Hosts are only those with a server."""
+        A fault does nothing where there is nothing to break: a server that is already lost, or a ring whose
+        Controller is lost.
+        """
         parts: dict[tuple[str, int], Callable[[str, bool], None]] = {
             ("mp_controller", 0): self._break_controller
         }
-        for number in range(num_servers):
+        for number in range(len(self._names)):
             parts["host", number] = partial(self._break_host, number)
             parts["mp_server", number] = partial(self._break_server, number)
             parts["volume", number] = partial(self._break_volume, number)
         return parts
 
     def _break_volume(self, number: int, kind: str, is_on: bool) -> None:
-        self.pool.servers[number].volume.disk.fault = kind if is_on else None
+        self.servers[number].volume.disk.fault = kind if is_on else None
 
     def _break_controller(self, kind: str, is_on: bool) -> None:
-        self.pool.controller.is_lost = is_on
+        self.controller.is_lost = is_on
 
     def _break_host(self, number: int, kind: str, is_on: bool) -> None:
         self._without_host.add(number)
         self._break_server(number, kind, is_on)
 
     def _break_server(self, number: int, kind: str, is_on: bool) -> None:
-        server, controller = self.pool.servers[number], self.pool.controller
+        server, controller = self.servers[number], self.controller
         if kind == "lost":
             if is_on and not server.is_lost:
                 server.lose()

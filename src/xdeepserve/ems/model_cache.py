@@ -16,13 +16,13 @@ import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
-from ..errors import XDeepServeError
-from ..hw.address_space import AddressSpace
-from ..hw.bucket import Bucket
-from ..hw.clock import Waiter, Waiting
-from ..hw.volume import Key
-from .mp_client import MPClient
-from .mp_server import Lease
+from xdeepserve.ems.mp_client import MPClient
+from xdeepserve.ems.mp_server import Lease
+from xdeepserve.errors import XDeepServeError
+from xdeepserve.hw.address_space import AddressSpace
+from xdeepserve.hw.bucket import Bucket
+from xdeepserve.hw.clock import Waiter, Waiting
+from xdeepserve.hw.volume import Key
 
 NAMESPACE = "models"
 
@@ -88,7 +88,6 @@ class ModelCache:
     ) -> None:
         self.client, self.catalogue, self.memories, self.bucket = client, catalogue, memories, bucket
         self.weight = weight
-        self.num_hits = self.num_misses = 0  # blocks
 
     def query(self, model: ModelId) -> Cached:
         """Count a model's blocks in DRAM and on volumes, now."""
@@ -130,12 +129,10 @@ class ModelCache:
             if lease is not None:
                 await self.client.bring([lease], self.weight)
                 if lease.address is not None:
-                    self.num_hits += not attempt
                     return lease
                 self.client.release(lease)
             if attempt:
                 break
-            self.num_misses += 1
             await self._come(key, nbytes, number, read)
         return None
 

@@ -17,12 +17,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from ..errors import HardwareError, ProtocolError
-from ..hw.memory import Address
-from ..hw.nic import Cards
-from ..hw.volume import Key
-from .mp_controller import MPController
-from .mp_server import Lease, MPServer, StaleViewError
+from xdeepserve.ems.mp_controller import MPController
+from xdeepserve.ems.mp_server import Lease, MPServer, StaleViewError
+from xdeepserve.errors import HardwareError, ProtocolError
+from xdeepserve.hw.memory import Address
+from xdeepserve.hw.nic import Cards
+from xdeepserve.hw.volume import Key
 
 T = TypeVar("T")
 

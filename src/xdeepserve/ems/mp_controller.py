@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from ..errors import ProtocolError
-from ..hw.memory import Address
-from ..hw.volume import Key, Volume
-from .mp_server import MPServer
-from .ring import Ring
+from xdeepserve.ems.mp_server import MPServer
+from xdeepserve.ems.ring import Ring
+from xdeepserve.errors import ProtocolError
+from xdeepserve.hw.memory import Address
+from xdeepserve.hw.volume import Key, Volume
 
 BATCH = 32 << 20  # bytes that are moved from volume to volume in one transaction
 

@@ -20,12 +20,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ..errors import ProtocolError
-from ..hw.address_space import AddressSpace
-from ..hw.memory import SCRIBBLE, Address, Region
-from ..hw.volume import Key, Volume, digest_of
-from .dram import HIGH, LOW, Dram
-from .ring import Ring
+from xdeepserve.ems.dram import HIGH, LOW, Dram
+from xdeepserve.ems.ring import Ring
+from xdeepserve.errors import ProtocolError
+from xdeepserve.hw.address_space import AddressSpace
+from xdeepserve.hw.memory import SCRIBBLE, Address, Region
+from xdeepserve.hw.volume import Key, Volume, digest_of
 
 LEASE_NS = 60_000_000_000  # until a place or a pin is taken back from who does not come again
 

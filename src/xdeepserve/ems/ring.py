@@ -11,7 +11,7 @@ import hashlib
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from ..hw.volume import Key
+from xdeepserve.hw.volume import Key
 
 POINTS = 128  # of each server; the papers say nothing of virtual nodes. Shares then differ by a tenth or so
 

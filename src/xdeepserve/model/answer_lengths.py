@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import CheckpointError
+from xdeepserve.errors import CheckpointError
 
 FILE = "answer_lengths.npy"  # in a checkpoint's directory
 BUCKET, NUM_BUCKETS = 16, 16  # tokens of one; the last has all that is longer

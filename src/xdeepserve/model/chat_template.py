@@ -21,9 +21,9 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ..errors import CheckpointError, RequestError, abridged
-from ..reading import unreadable
-from .message_fields import REASONING, TEXT_ONLY, check_fields
+from xdeepserve.errors import CheckpointError, RequestError, abridged
+from xdeepserve.model.message_fields import REASONING, TEXT_ONLY, check_fields
+from xdeepserve.reading import unreadable
 
 MAX_REASON_CHARS = 500  # of a template's own words, in an error
 

@@ -19,12 +19,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import CheckpointError
-from .attention_tables import INDEXER
-from .config import NEEDS_INDEXER, ModelConfig, load_config, read_json_object
-from .config_reader import MAX_FILE_NAME, MAX_INDEX_BYTES, MAX_INDEXED
-from .tensor_file import TensorFile
-from .tensors import mtp_section, stored_tensors
+from xdeepserve.errors import CheckpointError
+from xdeepserve.model.attention_tables import INDEXER
+from xdeepserve.model.config import NEEDS_INDEXER, ModelConfig, load_config, read_json_object
+from xdeepserve.model.config_reader import MAX_FILE_NAME, MAX_INDEX_BYTES, MAX_INDEXED
+from xdeepserve.model.tensor_file import TensorFile
+from xdeepserve.model.tensors import mtp_section, stored_tensors
 
 SUPPORTED_DTYPES = ("F32", "BF16", "F16")
 LINEAR_LAYERS = tuple(  # of attention and MLPs; of experts as Mixtral calls them; of an indexer

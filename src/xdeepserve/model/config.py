@@ -25,10 +25,9 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from ..errors import CheckpointError
-from ..reading import Document, unreadable
-from .config_reader import MAX_EXPERTS, MAX_JSON_BYTES, Reader, abridged
-from .families import (
+from xdeepserve.errors import CheckpointError
+from xdeepserve.model.config_reader import MAX_EXPERTS, MAX_JSON_BYTES, Reader, abridged
+from xdeepserve.model.families import (
     FAMILIES,
     HEAD_SIZES,
     LAYER_TYPES,
@@ -39,7 +38,8 @@ from .families import (
     QKNorm,
     Scoring,
 )
-from .quant_config import QuantConfig, parse_quant_config
+from xdeepserve.model.quant_config import QuantConfig, parse_quant_config
+from xdeepserve.reading import Document, unreadable
 
 LATENT_NORM_EPS = 1e-6  # MLA's q_norm and kv_norm do not follow rms_norm_eps
 INDEX_NORM_EPS = 1e-6  # nor does the norm of the indexer's keys

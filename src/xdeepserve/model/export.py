@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from xdeepserve.bf16 import to_bf16
-
-from .answer_lengths import FILE as ANSWER_LENGTHS
-from .checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, fallback
+from xdeepserve.model.answer_lengths import FILE as ANSWER_LENGTHS
+from xdeepserve.model.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, fallback
 
 COMPANIONS = (
     "config.json",

@@ -12,7 +12,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from .config_reader import Reader, abridged
+from xdeepserve.model.config_reader import Reader, abridged
 
 AttentionKind: TypeAlias = Literal["mla", "gqa", "dsa", "dsa-shared"]
 QKNorm: TypeAlias = Literal["none", "head", "all"]

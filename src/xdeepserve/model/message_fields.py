@@ -13,7 +13,7 @@ from difflib import SequenceMatcher
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
-from ..errors import RequestError, meant
+from xdeepserve.errors import RequestError, meant
 
 MAX_NAME_CHARS = 100
 MAX_KNOWN = 8  # fields of an object that a message lists

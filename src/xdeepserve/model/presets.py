@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import CheckpointError, meant
-from .checkpoint import Checkpoint, ConfigOnly, has_weight_files, open_checkpoint
-from .config import load_config
-from .seeded import SeededCheckpoint, normal_tensor
+from xdeepserve.errors import CheckpointError, meant
+from xdeepserve.model.checkpoint import Checkpoint, ConfigOnly, has_weight_files, open_checkpoint
+from xdeepserve.model.config import load_config
+from xdeepserve.model.seeded import SeededCheckpoint, normal_tensor
 
 PRESETS = ("tiny", "tiny-random", "tiny-r1")
 # Configurations without weights, for timing-only runs; after the first MegaScale-Infer's Table 4, whose sizes

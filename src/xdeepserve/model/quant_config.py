@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from .config_reader import whole
+from xdeepserve.model.config_reader import whole
 
 COMPRESSED_TENSORS, FP8 = "compressed-tensors", "fp8"
 INT_FORMAT = "int-quantized"

@@ -16,7 +16,7 @@ from decimal import Context, Decimal, localcontext
 import numpy as np
 from numpy.typing import NDArray
 
-from .config import RopeConfig, YarnConfig
+from xdeepserve.model.config import RopeConfig, YarnConfig
 
 _EXACT = Context(prec=40)
 _TWO_PI = 2 * Decimal("3.141592653589793238462643383279502884197")

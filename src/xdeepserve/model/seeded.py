@@ -15,11 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xdeepserve.bf16 import round_bf16
-
-from ..errors import CheckpointError
-from .checkpoint import Checkpoint, fallback
-from .config import ModelConfig
-from .tensors import stored_tensors
+from xdeepserve.errors import CheckpointError
+from xdeepserve.model.checkpoint import Checkpoint, fallback
+from xdeepserve.model.config import ModelConfig
+from xdeepserve.model.tensors import stored_tensors
 
 # The sum of four bytes has mean 510 and this standard deviation.
 _BYTE_SUM_DEVIATION = math.sqrt(4 * (256**2 - 1) / 12)

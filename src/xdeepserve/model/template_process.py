@@ -10,9 +10,9 @@ import sys
 import threading
 from typing import Any
 
-from ..errors import RequestError
-from ..forks import close_in_child
-from .template_worker import TEXT, read_frame, write_frame
+from xdeepserve.errors import RequestError
+from xdeepserve.forks import close_in_child
+from xdeepserve.model.template_worker import TEXT, read_frame, write_frame
 
 MAX_SECONDS = 5.0  # of wall time for one chat; the shipped templates take a few milliseconds
 START_SECONDS = 60.0  # for the process itself to come up, on a busy machine

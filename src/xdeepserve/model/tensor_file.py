@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from xdeepserve.bf16 import from_bf16
-
-from ..errors import CheckpointError
+from xdeepserve.errors import CheckpointError
 
 
 class TensorFile:

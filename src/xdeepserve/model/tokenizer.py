@@ -17,10 +17,10 @@ from tokenizers.decoders import Decoder
 from tokenizers.normalizers import Normalizer
 from tokenizers.pre_tokenizers import PreTokenizer
 
-from ..errors import CheckpointError, RequestError
-from .chat_template import ChatTemplate, load_chat_templates
-from .config import read_json_object
-from .template_process import TemplateProcess
+from xdeepserve.errors import CheckpointError, RequestError
+from xdeepserve.model.chat_template import ChatTemplate, load_chat_templates
+from xdeepserve.model.config import read_json_object
+from xdeepserve.model.template_process import TemplateProcess
 
 # From so many characters or tokens on, the library's functions for batches are called: unlike the others they
 # drop the GIL, so that other threads go on.

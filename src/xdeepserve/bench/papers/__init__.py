@@ -1,0 +1,1 @@
+"""Virtual time and formulas, beside what the five papers publish or say in words."""

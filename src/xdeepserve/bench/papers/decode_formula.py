@@ -1,0 +1,193 @@
+"""A decode iteration in closed form: the stages of a decoder layer, added up, with and without microbatches.
+
+Stages and their prices are those of the Program that every run walks (`step/layer.py`, `Spec.stage_ns`).
+Added here are the numbers of rows, the formula of an exchange, and the overlap of two streams. All times are
+ns, not rounded. `cores` is a stage's share of the AICs; two streams share HBM's bandwidth.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from xdeepserve.bench.papers.sizes import OPS
+from xdeepserve.comm.cost import CommCost, expected_maximum
+from xdeepserve.hw.hbm import side_by_side
+from xdeepserve.hw.spec import Spec, Work
+from xdeepserve.model.config import ModelConfig
+from xdeepserve.model.packing import packed_shapes
+from xdeepserve.model.tensors import Layer
+from xdeepserve.model.weights import assemble, weight_specs
+from xdeepserve.step.frame import Model
+from xdeepserve.step.layer import Where, decoder_layer
+from xdeepserve.step.passes import PASS
+from xdeepserve.step.stage import Counts, Program, stages
+
+ACCEPTANCE = 0.7  # of drafts (CM 5.1)
+Tiles: TypeAlias = Literal["BSND", "BNSD"]
+SPLITS = (10, 12, 14, 16, 18)  # AIC cores that the attention stream may get of the two microbatch streams
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """A die's share of a decode iteration.
+
+    requests     that it decodes
+    rows         token rows of each: 2 with one MTP draft
+    context      positions that each attends to
+    """
+
+    requests: float
+    rows: int
+    context: float
+
+
+class ExpertDies(msgspec.Struct, frozen=True):
+    """Dies with experts: dies in all, dies with routed experts, dies with a shared expert."""
+
+    total: int
+    routed: int
+    shared: int
+
+
+EP320 = ExpertDies(320, 288, 32)  # CM 4.1: 256 routed and 32 redundant experts, 32 copies of the shared one
+
+
+@functools.lru_cache(maxsize=8)
+def expert_layer(config: ModelConfig) -> Layer:
+    """Make a layer with experts, one on each die, as shapes, in INT8."""
+    shallow = msgspec.structs.replace(config, num_hidden_layers=config.first_k_dense_replace + 1)
+    specs = weight_specs(shallow, "int8", 1, num_experts=1, num_mtp=0)
+    return assemble(shallow, specs, packed_shapes(specs), is_packed=True).layers[-1]
+
+
+class LayerCost(msgspec.Struct, frozen=True):
+    """Cost of a decoder layer, stage by stage, for a model on dies of a kind."""
+
+    config: ModelConfig
+    spec: Spec = Spec()
+    comm: CommCost = CommCost(way="push")  # CloudMatrix's fused operators
+    shares_hbm: bool = True  # by two streams
+    tiles: Tiles = "BSND"  # of attention: rows are dealt to cores, or whole requests (CM 4.2.2)
+
+    def works(self, program: Program, counts: Counts) -> list[Work]:
+        """Compute the work of each stage of a Program."""
+        model, layer = Model(self.config, "int8", self.config.num_attention_heads), expert_layer(self.config)
+        return [stage.work(model, layer, counts) for stage in stages(program)]
+
+    def stage_work(self, name: str, counts: Counts) -> Work:
+        """Compute the work of a stage of a layer with experts."""
+        layer = decoder_layer(expert_layer(self.config), Where("among", has_shared=False))
+        program = tuple(stage for stage in stages((*layer.attention, *layer.feed)) if stage.name == name)
+        (work,) = self.works(program, counts)
+        return work
+
+    def stage_ns(self, name: str, counts: Counts) -> float:
+        """Compute the time of a single stage of a layer with experts [ns]."""
+        return self.spec.stage_ns(self.stage_work(name, counts))
+
+    def pass_ns(self) -> float:
+        """Compute the time of a pass, the main model's or MTP's, outside of its layers [ns]."""
+        return self.spec.stage_ns(PASS)
+
+    def exchanges_ns(self, num_ranks: int, batch: float, copies: int) -> list[float]:
+        """Compute dispatch and combine in a layer [ns], stretched as in serving."""
+        stretch = self.spec.barrier_stretch.value
+        return [self.comm.exchange_ns(op, num_ranks, batch, copies, stretch) for op in OPS]
+
+    # ---- a colocated layer with shared experts on dies of their own ------------------------------------
+
+    def stream0_works(self, load: Load) -> list[Work]:
+        """Compute the work of MLAProlog, attention and output projection, with the layer's small kernels."""
+        rows = load.requests * load.rows
+        counts = Counts(rows, rows * load.context, load.requests * load.context)
+        return self.works(decoder_layer(expert_layer(self.config), Where()).attention, counts)
+
+    def stream0_parts_ns(self, load: Load, cores: int | None = None) -> list[float]:
+        """Compute the times of the attention stream's stages [ns]."""
+        uneven = self.unevenness(load, cores or self.spec.num_cores("aic"))
+        works = [
+            work._replace(attention=uneven * work.attention, int8_attention=uneven * work.int8_attention)
+            for work in self.stream0_works(load)
+        ]
+        return [self.spec.stage_ns(work, cores) for work in works]
+
+    def stream0_ns(self, load: Load, cores: int | None = None) -> float:
+        """Compute the time of the attention stream [ns]."""
+        return sum(self.stream0_parts_ns(load, cores))
+
+    def unevenness(self, load: Load, cores: int) -> float:
+        """Compute the busiest core's share of attention over the mean. With drafts, requests have different
+        numbers of accepted rows, and each core has only some requests."""
+        drafts = load.rows - 1
+        if self.tiles == "BSND" or not drafts:
+            return 1.0
+        mean, variance = 1 + drafts * ACCEPTANCE, drafts * ACCEPTANCE * (1 - ACCEPTANCE)
+        of_core = max(1.0, load.requests / cores)
+        return 1 + expected_maximum(cores) * math.sqrt(variance / of_core) / mean
+
+    def experts_work(self, load: Load, dies: ExpertDies) -> Work:
+        """Compute the work of the busiest die, with routed experts or a shared expert."""
+        total = load.requests * load.rows * dies.total
+        mean = self.config.num_experts_per_tok * total / dies.routed
+        busiest = max(total / dies.shared, self.spec.billed_copies(0, mean))
+        return self.stage_work("Experts", Counts(0, copies=busiest, touched=1))
+
+    def stream1_parts_ns(self, load: Load, dies: ExpertDies, cores: int | None = None) -> list[float]:
+        """Compute the times of the expert stream [ns]: gate and dispatch, experts, combine."""
+        rows, c = load.requests * load.rows, self.config
+        copies = c.num_experts_per_tok + min(1, c.n_shared_experts)
+        dispatch, combine = self.exchanges_ns(dies.total, rows, copies)
+        experts = self.spec.stage_ns(self.experts_work(load, dies), cores)
+        return [self.stage_ns("Gate", Counts(rows)) + dispatch, experts, combine]
+
+    def streams_ns(self, load: Load, dies: ExpertDies, cores: int) -> list[float]:
+        """Compute the times of both streams [ns], the first with `cores` AIC cores. The streams swap
+        microbatches, so they begin together and share HBM."""
+        first = self.stream0_works(load)
+        second = (Work(), self.experts_work(load, dies), Work())
+        times = (
+            self.stream0_parts_ns(load, cores),
+            self.stream1_parts_ns(load, dies, self.spec.num_cores("aic") - cores),
+        )
+        reads = [
+            [self.spec.hbm_ns(work.nbytes * self.shares_hbm) for work in each] for each in (first, second)
+        ]
+        ends = side_by_side([[*zip(*each, strict=True)] for each in zip(times, reads, strict=True)])
+        return [round(ns, 3) for ns in ends]  # in steps up to the ends of both streams' kernels
+
+    def serial_ns(self, load: Load, dies: ExpertDies) -> float:
+        """Compute a layer without microbatches [ns]."""
+        return self.stream0_ns(load) + sum(self.stream1_parts_ns(load, dies))
+
+    def microbatched_ns(self, load: Load, dies: ExpertDies, splits: Sequence[int] = SPLITS) -> float:
+        """Compute a layer of two microbatches in two streams that swap them [ns], with the best of some
+        splits of cores."""
+        half = msgspec.structs.replace(load, requests=load.requests / 2)
+        return min(2 * max(self.streams_ns(half, dies, cores)) for cores in splits)
+
+    def iteration_ns(
+        self, load: Load, dies: ExpertDies, microbatches: bool = True, splits: Sequence[int] = SPLITS
+    ) -> float:
+        """Compute a decode iteration of CloudMatrix [ns]: all layers as MoE layers, and MTP's layer if there
+        are drafts."""
+        passes = load.rows
+        layer = self.serial_ns(load, dies)
+        if microbatches:
+            layer = min(layer, self.microbatched_ns(load, dies, splits))
+        num_layers = self.config.num_hidden_layers + (passes > 1)
+        return num_layers * layer + passes * self.pass_ns()
+
+
+@functools.cache
+def ping_pong_throughput(microbatches: int, comm_ratio: float) -> float:
+    """Compute the relative throughput of MegaScale's ping-pong with m microbatches (MS 4.1), if T_a = T_e =
+    T_f.
+
+    A microbatch is back after 2 (T_f + T_c), with `comm_ratio` = T_c / T_f. At most m microbatches are served
+    in that time.
+    """
+    return microbatches / max(microbatches, 2 + 2 * comm_ratio)

@@ -1,0 +1,353 @@
+"""`xdeepserve bench papers`: every published value, with ours beside it, or the reason why there is none.
+
+`paper_values.json` has everything that the five papers publish, by id. An id has rows, from the other
+benchmarks' formulas and simulations, or a reason for having none. It is *given* to the model, so nothing is
+predicted; it is *built*, and tests check it; it is *theirs*, a property of other hardware, software or data;
+or it is *missing* here.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import statistics
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib import resources
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from xdeepserve.bench.papers import (
+    comm,
+    eaas_full_size,
+    ems,
+    expert_skew,
+    figures,
+    paper_rows,
+    pipelines,
+    plan,
+    prefill_formula,
+    superpod,
+)
+from xdeepserve.bench.report import Row, pyplot
+from xdeepserve.errors import InputError
+
+PAPERS = {
+    "xds": "xDeepServe",
+    "cm": "CloudMatrix-Infer",
+    "ds": "DeepServe",
+    "eaas": "Expert-as-a-Service",
+    "ms": "MegaScale-Infer",
+}
+SOURCES: dict[str, tuple[Callable[[], Iterable[Row]], ...]] = {
+    "xds": (
+        comm.send_receive,
+        paper_rows.fields_and_pairs,
+        paper_rows.crossover,
+        comm.a2e,
+        paper_rows.latency_by_drafts,
+        expert_skew.rows,
+        superpod.colocated,
+        superpod.disaggregated,
+    ),
+    "cm": (
+        comm.buffers,
+        comm.exchanges,
+        paper_rows.bandwidths,
+        paper_rows.gemms,
+        paper_rows.ports,
+        superpod.cloudmatrix,
+        pipelines.gains,
+        paper_rows.microbatches,
+        paper_rows.gains_by_drafts,
+        prefill_formula.rows,
+        paper_rows.storage,
+        ems.table_1,
+        ems.figure_23,
+    ),
+    "eaas": (eaas_full_size.saving, eaas_full_size.loss, eaas_full_size.double_batching),
+    "ms": (plan.table_3, plan.identities, plan.dbrx, superpod.megascale),
+}
+ALSO = {  # the same value, published under another id
+    "xds.a2e": ("xds.dispatch_sub200",),
+    "xds.dec288.comm": ("xds.ep.share25",),
+    "xds.disagg.perf/tpot": ("xds.headline/tpot",),
+    "xds.disagg.perf/tput": ("xds.headline/throughput",),
+    "cm.t4/batch=96": ("cm.t3/tpot",),
+    "cm.t4/throughput/batch=96": ("cm.t3/throughput", "cm.headline/decode"),
+    "cm.t4/throughput/batch=8": ("cm.headline/decode at 15 ms",),
+}
+ARITHMETIC = (
+    *("xds.hw.pairs", "cm.t10/", "ms.t3/", "ms.ridge", "ms.moe_util", "ms.m2n.size"),
+    *("cm.t1/cold/", "cm.t1/dram/", "cm.t1/hit/", "cm.t1/switch/local-dram", "cm.t1/switch/ems"),
+)
+RESTATED = (  # what another row says, divided once more: no evidence of its own
+    *("cm.t4/throughput/", "cm.t6/bandwidth/", "cm.t9/bandwidth/", "cm.mb.prefill.layer"),
+    *("xds.dec288.iter/tpot", "xds.dec288.tput", "xds.disagg.perf/tpot", "xds.disagg.perf/tput"),
+)
+ELSEWHERE = ("eaas.",)  # of Hopper GPUs over RoCE, at contexts beyond planner.sweep.PUBLISHED
+PREDICTED, PREDICTED_ELSEWHERE = "predicted", "predicted, other hardware"
+OTHER_WAYS = {"/simulated=": ", simulated", "/fit=": ", fitted to four rows"}
+WITHIN = 15  # percent: rows that are further off say why
+HEADLINES = {
+    "xds.headline/throughput": "of a chip (decode of DeepSeek-R1 on 768 dies)",
+    "xds.headline/tpot": "per output token",
+}
+COMPARED = {"xds", "cm", "eaas", "ms"}  # papers with rows
+WORDS = (
+    "measured: counted on this implementation. calibrated: a parameter was fitted to this value. predicted: "
+    "none was. arithmetic: follows from other published values. said again: another row's value in another "
+    "unit, no evidence of its own. other hardware: not the dies that are billed. ~: a round number. kept, "
+    'NOT KEPT: whether a published "less than" or "more than" holds.',
+)
+MEANS = {
+    "given": "given to the model, which predicts nothing of it",
+    "built": "built, with tests or trends, or bounds of the size that they name",
+    "theirs": "of other hardware, software or data, or without a number",
+    "missing": "not here",
+}
+
+
+class PaperValue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A value published in a paper, and where. `why` says why there is no row, or why a row is far off."""
+
+    where: str
+    what: str
+    how: Literal["rows", "given", "built", "theirs", "missing"] = "rows"
+    why: str = ""
+
+
+@functools.cache
+def paper_values() -> dict[str, PaperValue]:
+    """Read all published values by id, in the papers' order."""
+    text = resources.files(__package__).joinpath("paper_values.json").read_bytes()
+    return msgspec.json.decode(text, type=dict[str, PaperValue])
+
+
+def paper_of(name: str) -> str:
+    """Return the paper of an id or of a row, as a key of PAPERS."""
+    return name.split(".")[0]
+
+
+def id_of(row: Row) -> str:
+    """Find the longest id at the beginning of a row's name."""
+    return max((id for id in paper_values() if f"{row.name}/".startswith(f"{id}/")), key=len)
+
+
+def check_paper(paper: str | None) -> None:
+    """Raise InputError if a paper is given and unknown."""
+    if paper is not None and paper not in PAPERS:
+        raise InputError(f"--paper must be one of {', '.join(PAPERS)}, found {paper!r}")
+
+
+def all_rows(paper: str | None = None) -> Iterator[Row]:
+    """Yield rows with a published value, as they are computed. Raises InputError for an unknown paper."""
+    check_paper(paper)
+    for key in PAPERS if paper is None else (paper,):
+        for row in (row for source in SOURCES.get(key, ()) for row in source()):
+            if row.published is None:
+                continue
+            yield row
+            for name in ALSO.get(row.name, ()):
+                yield Row(name, row.value, row.unit, row.kind)
+
+
+def tell_rows(rows: Sequence[Row], paper: str | None, is_full: bool, is_json: bool) -> None:
+    """Print the rows of a paper, or of all: for programs, or as `print_summary` does."""
+    if is_json:
+        print(json.dumps(as_json(rows, paper)))
+    else:
+        print_summary(rows, paper, is_full)
+
+
+# ---- what is printed ---------------------------------------------------------------------------------------
+
+
+def how(row: Row) -> str:
+    """Describe the origin of a row: calibrated, predicted, measured, or arithmetic with other published
+    values. The text also says if it comes from another fit, a simulation or other hardware, or repeats
+    another row."""
+    if row.name.startswith(ARITHMETIC):
+        return "arithmetic"
+    if row.name.startswith(ELSEWHERE):
+        return PREDICTED_ELSEWHERE
+    way = "".join(means for part, means in OTHER_WAYS.items() if part in row.name)
+    return row.kind + way + (", said again" if row.name.startswith(RESTATED) else "")
+
+
+def has_error(row: Row) -> bool:
+    """Whether the paper publishes a number, and not only "less than"."""
+    return row.published is not None and not row.published.is_limit
+
+
+def errors(rows: Iterable[Row]) -> dict[str, list[float]]:
+    """Collect absolute errors in percent by the rows' origin. Bounds have none, and no value counts twice."""
+    found: dict[str, list[float]] = {}
+    twice = set(chain.from_iterable(ALSO.values()))
+    for row in rows:
+        if row.name not in twice and has_error(row):
+            found.setdefault(how(row), []).append(abs(row.error_pct or 0.0))
+    return found
+
+
+def print_summary(rows: Sequence[Row], paper: str | None = None, is_full: bool = False) -> None:
+    """Print a table for each paper, and the errors of its rows. Ids without rows, and rows found in several
+    ways, are printed only if `is_full`."""
+    for key in PAPERS if paper is None else (paper,):
+        mine = [row for row in rows if paper_of(row.name) == key]
+        _print_counts(key)
+        _print_rows([row for row in mine if is_full or not any(part in row.name for part in OTHER_WAYS)])
+        _print_reasons(key, mine, is_full)
+        print()
+    if rows:
+        print("Errors, in percent of the published value:")
+    by_kind = errors(rows)
+    if {PREDICTED, PREDICTED_ELSEWHERE} <= by_kind.keys():
+        by_kind["predicted, with other hardware"] = by_kind[PREDICTED] + by_kind[PREDICTED_ELSEWHERE]
+    for kind, found in sorted(by_kind.items()):
+        print(
+            f"  {kind + ':':46} {len(found):3} values, median {statistics.median(found):4.1f}, "
+            f"{_share_within(found):4.0%} within {WITHIN}, largest {max(found):.1f}"
+        )
+    for line in (*WORDS[: len(WORDS) if rows else 0], *in_a_sentence(rows)):
+        print(textwrap.fill(line, 100, subsequent_indent="  ", break_on_hyphens=False))
+
+
+def in_a_sentence(rows: Sequence[Row]) -> list[str]:
+    """Describe the errors of all papers' predictions in a sentence, with two headline figures; nothing for a
+    selection of papers."""
+    by_kind, by_name = errors(rows), {row.name: row for row in rows}
+    if not HEADLINES.keys() <= by_name.keys() or {*map(paper_of, by_name)} != COMPARED:
+        return []
+    found, elsewhere = by_kind[PREDICTED], by_kind[PREDICTED_ELSEWHERE]
+    figures = [
+        f"{row.value:,.4g} {row.unit} {what} where the paper has {row.published.value:,g}"
+        for name, what in HEADLINES.items()
+        if (row := by_name[name]).published is not None
+    ]
+    return [
+        "",
+        f"{len(found)} independent predictions, to none of which a parameter was fitted, are off by "
+        f"{statistics.median(found):.1f} % in the median, {100 * _share_within(found):.0f} % of them by at "
+        f"most {WITHIN} %. xDeepServe's headline figures, which follow from one of them, come out as "
+        f"{' and '.join(figures)}. {len(elsewhere)} more, measured on other hardware "
+        f"(Expert-as-a-Service), are off by {' and '.join(f'{error:.0f}' for error in elsewhere)} %.",
+    ]
+
+
+def _share_within(errors_pct: Sequence[float]) -> float:
+    return sum(error <= WITHIN for error in errors_pct) / len(errors_pct)
+
+
+def _print_counts(key: str) -> None:
+    counts = Counter[str](value.how for id, value in paper_values().items() if paper_of(id) == key)
+    parts = [f"{counts['rows']} with values of ours"]
+    parts += [f"{counts[how]} {means}" for how, means in MEANS.items() if counts[how]]
+    text = f"{PAPERS[key]} publishes {counts.total()} things: {'; '.join(parts)}."
+    print(textwrap.fill(text, 100, subsequent_indent="  "))
+
+
+def legend(id: str) -> str:
+    """Describe an id in words: its paper, section, table or figure, and the value in a few words."""
+    value = paper_values()[id]
+    return f"{PAPERS[paper_of(id)]} {value.where}: {value.what}"
+
+
+def _print_rows(rows: Sequence[Row]) -> None:
+    """Print rows by id, each id under a line that describes its rows."""
+    width = max((len(row.name) for row in rows), default=0)
+    if rows:
+        print(f"    {'':{width}}  published      ours          error")
+    by_id: dict[str, list[Row]] = {}
+    for row in rows:
+        by_id.setdefault(id_of(row), []).append(row)
+    for id, some in by_id.items():
+        print(textwrap.fill(legend(id), 100, initial_indent="  ", subsequent_indent="      "))
+        for row in some:
+            _print_row(row, width)
+
+
+def _print_row(row: Row, width: int) -> None:
+    theirs, error = row.published, row.error_pct
+    assert theirs is not None
+    off = f"{error:+z8.1f} %"
+    if theirs.is_limit:
+        off = f"{'kept' if is_kept(row) else 'NOT KEPT':>10}"
+    line = f"    {row.name:{width}} {theirs.bound:>2}{theirs.value:<8g}{row.value:10.2f} {row.unit:5} {off}"
+    print(f"{line}  {how(row)}")
+
+
+def _print_reasons(key: str, rows: Sequence[Row], is_full: bool) -> None:
+    far = {id_of(row) for row in rows if is_far(row)}
+    for id, value in paper_values().items():
+        if id in far:
+            _print_reason(id, value.why)
+        elif is_full and paper_of(id) == key and value.how != "rows":
+            _print_reason(id, f"{value.what} ({value.where}): {value.how}; {value.why}")
+
+
+def is_kept(row: Row) -> bool:
+    """Whether a row keeps the bound that the paper publishes."""
+    return row.published is None or row.published.is_kept(row.value)
+
+
+def is_far(row: Row) -> bool:
+    """Whether a row is so far off that its id must say why, or the paper's number is only a round one."""
+    is_round = row.published is not None and row.published.bound == "~"
+    return is_round or not is_kept(row) or (has_error(row) and abs(row.error_pct or 0.0) > WITHIN)
+
+
+def _print_reason(id: str, why: str) -> None:
+    print(textwrap.fill(f"{id}: {why}", 100, initial_indent="  ", subsequent_indent="      "))
+
+
+def as_json(rows: Sequence[Row], paper: str | None = None) -> dict[str, Any]:
+    """Return rows, errors by origin, and every id, as JSON for programs."""
+    names: dict[str, list[str]] = {}
+    for row in rows:
+        names.setdefault(id_of(row), []).append(row.name)
+    return {
+        "rows": [{**row.as_dict(), "how": how(row)} for row in rows],
+        "errors_pct": {
+            kind: {
+                "values": len(found),
+                "median": statistics.median(found),
+                "within_15": _share_within(found),
+                "largest": max(found),
+            }
+            for kind, found in errors(rows).items()
+        },
+        "ids": [
+            {"id": id, "paper": PAPERS[paper_of(id)], **msgspec.to_builtins(value), "rows": names.get(id, [])}
+            for id, value in paper_values().items()
+            if paper in (None, paper_of(id))
+        ],
+    }
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Draw ours over theirs, a point for each value, by paper and origin; draw the papers' figures in a
+    second file, FILE-figures."""
+    figures.plot(dict.fromkeys(paper_of(row.name) for row in rows), path.with_stem(f"{path.stem}-figures"))
+    plt = pyplot()
+    some = [row for row in rows if has_error(row)]
+    figure, axes = plt.subplots(figsize=(8, 0.16 * len(some) + 1))
+    colours = {"calibrated": "tab:grey", PREDICTED: "tab:blue", "measured": "tab:green"}
+    colours |= {"arithmetic": "lightgrey", "said again": "lightblue", "other hardware": "tab:orange"}
+    last = [how(row).split(", ")[-1] for row in some]
+    for kind, colour in colours.items():
+        points = [(row.error_pct, -at) for at, row in enumerate(some) if last[at] == kind]
+        if points:
+            axes.plot(*zip(*points, strict=True), "o", color=colour, label=kind, markersize=4)
+    axes.axvspan(-WITHIN, WITHIN, color="tab:blue", alpha=0.08)
+    axes.axvline(0, color="black", linewidth=0.5)
+    axes.margins(y=0.01)
+    axes.set_yticks([-place for place in range(len(some))], [row.name for row in some], fontsize=5)
+    axes.set_xlabel("off the published value, percent")
+    axes.legend(loc="upper right", fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path)

@@ -1,0 +1,99 @@
+"""The gain of EPLB at full size (xDeepServe 4.5, Figure 11).
+
+The paper publishes two numbers of the spread of tokens over a layer's experts. A power law of the experts'
+ranks has one parameter, which the first number fixes: the hottest expert has 30 times the mean. The second
+number follows. Then `engine/balance/eplb.py` chooses and places replicas, in one slot on each of 288 dies
+(7.1), and a layer of decode takes the time of its hottest die. The batch is not published; it is that of 7.1.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import numpy.typing as npt
+
+from xdeepserve.bench.papers.decode_formula import LayerCost, Load
+from xdeepserve.bench.papers.paper_rows import EP288
+from xdeepserve.bench.papers.sizes import MODEL, OPS
+from xdeepserve.bench.papers.superpod import BATCH_288
+from xdeepserve.bench.report import Row
+from xdeepserve.comm.cost import CommCost
+from xdeepserve.engine.balance.eplb import hottest_die, place, select
+from xdeepserve.hw.spec import Param
+from xdeepserve.model.presets import resolve_model
+from xdeepserve.step.stage import Counts
+
+HOTTEST, CONTEXT = 30.0, 1024  # times the mean; positions (XDS Figure 11)
+EXPONENT = Param(0.877, "", "fitted: XDS Figure 11a, the hottest expert of 256 has 30 times the mean")
+TOKENS = 1_000_000  # that experts are counted by
+
+
+def loads(num_experts: int, hottest: float) -> npt.NDArray[np.float64]:
+    """Compute expert loads [experts] of mean 1: powers of the rank, with the first `hottest` times the
+    mean."""
+    low, high = 0.0, 8.0
+    ranks = np.arange(1, num_experts + 1, dtype=np.float64)
+    for _ in range(100):
+        power = (low + high) / 2
+        found = ranks**-power
+        found /= found.mean()
+        low, high = (power, high) if found[0] < hottest else (low, power)
+    return found
+
+
+def rows() -> list[Row]:
+    """Compute the rows: experts above the mean, and the gain of replicas."""
+    load = loads(EP288.routed, HOTTEST)
+    native, balanced = hottest()
+    return [
+        Row("xds.eplb.skew", 100 * float(np.mean(load > 1)), "%", "predicted"),
+        gain(),
+        Row("experts/hottest die/primaries", native, "x", "predicted", "over the mean of dies with experts"),
+        Row("experts/hottest die/one slot a die", balanced, "x", "predicted"),
+    ]
+
+
+@functools.cache
+def hottest() -> tuple[float, float]:
+    """Compute the hottest die's load over the mean, without replicas and with one slot for them on each
+    die."""
+    load = loads(EP288.routed, HOTTEST)
+    return hottest_over_mean(load, 0), hottest_over_mean(load, 1)
+
+
+def gain(cost: LayerCost | None = None) -> Row:
+    """Compute how much less time a layer takes with replicas, in percent."""
+    native, balanced = (layer_ns(each, cost) for each in hottest())
+    return Row("xds.eplb.gain", 100 * (1 - balanced / native), "%", "predicted")
+
+
+def hottest_over_mean(load: npt.NDArray[np.float64], slots: int) -> float:
+    """Compute the hottest die's load over the mean of dies with routed experts, with `slots` redundant slots
+    on each."""
+    counts = np.round(load * TOKENS / len(load)).astype(np.int64)[:, None]
+    primary, free = list(range(EP288.routed)), [slots] * EP288.total
+    shared = 1 / (resolve_model(MODEL).config.num_experts_per_tok * EP288.shared)
+    base = [0.0] * EP288.routed + [shared] * EP288.shared
+    chosen = select(counts, sum(free), EP288.total)
+    held = place(counts, chosen, primary, free, base)
+    return hottest_die(counts, primary, held, base) / float(counts.mean())
+
+
+def layer_ns(hottest: float, cost: LayerCost | None = None) -> float:
+    """Compute a decode layer [ns] if one die receives `hottest` times the mean: at its port, and for its
+    experts."""
+    cost = cost or LayerCost(resolve_model(MODEL).config, comm=CommCost())
+    load, c = Load(requests=BATCH_288, rows=2, context=CONTEXT), cost.config
+    received = load.requests * load.rows * c.num_experts_per_tok * EP288.total / EP288.routed
+    even = cost.spec.barrier_stretch.value  # what ordinary imbalance is billed as
+    exchanges = (
+        cost.comm.exchange_ns(
+            op, EP288.total, load.requests * load.rows, c.num_experts_per_tok + 1, max(even, hottest)
+        )
+        for op in OPS
+    )
+    copies = cost.spec.billed_copies(hottest * received, received)
+    experts = cost.stage_ns("Experts", Counts(0, copies=copies, touched=1))
+    gate = cost.stage_ns("Gate", Counts(load.requests * load.rows))
+    return cost.stream0_ns(load) + gate + sum(exchanges) + experts

@@ -1,0 +1,1 @@
+"""Measurements on this computer: wall time, rates and memory, beside its limits and other engines."""
