@@ -98,7 +98,7 @@ def test_many_rows_that_fill_tiles(precision: str, threads: int) -> None:
     ("deployment", "settings"),
     [
         ("monolithic", ("mtp=2",)),
-        ("colocated", ("dies=3", "mtp=1", "scheduler.max_num_batched_tokens=9")),
+        ("colocated", ("dies=3", "mtp=1", "scheduler.max_num_seqs=3", "scheduler.max_num_batched_tokens=9")),
         ("moe-attention", overrides(SHAPES[0], "mtp=1")),
     ],
 )
