@@ -19,7 +19,7 @@ from xdeepserve.engine.die import program
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.dp.sampling_params import SamplingParams
-from xdeepserve.engine.job.admission import Admission
+from xdeepserve.engine.job.admission import AdmissionControl
 from xdeepserve.engine.job.executor import JobExecutor
 from xdeepserve.engine.job.links import Links
 from xdeepserve.engine.serving import te_group
@@ -104,7 +104,13 @@ KINDS = (
     Kind("bytes of a transfer", f"{FLOW}._move_in_time", Transport, "move", "pd", PAIR),
     Kind("search for a way", "engine/job/executor.py:JobExecutor.send", JobExecutor, "_find_way", "pd", PAIR),
     Kind(
-        *("decode-first admission", "engine/job/admission.py:Admission.look", Admission, "_look", "pd"),
+        *(
+            "decode-first admission",
+            "engine/job/admission.py:AdmissionControl.look",
+            AdmissionControl,
+            "_look",
+            "pd",
+        ),
         (*PAIR, "scheduler.admission=decode"),
     ),
     Kind("beat of the control plane", PLANNED, ControlPlane, "_beat", "monolithic", ("health.beat_s=0.001",)),

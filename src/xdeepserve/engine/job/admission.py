@@ -42,7 +42,7 @@ def decode_first(num_booked: int, num_without: int, others_hold: bool) -> bool:
     return not num_without or (num_booked > 0 and not others_hold)
 
 
-class Admission:
+class AdmissionControl:
     """Admits requests by policy `admission`: `dispatch` gives the sequences of a request to a prefill TE.
 
     `tes` returns the decode TEs that take new work, the best one first; blocks are booked there before a

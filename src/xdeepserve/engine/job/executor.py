@@ -18,7 +18,7 @@ from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.events import Event, EventLog, GroupId, Observed
 from xdeepserve.engine.dp.group import DPGroup, Left, TransferEnded
 from xdeepserve.engine.dp.sequence import Sequence
-from xdeepserve.engine.job.admission import Admission
+from xdeepserve.engine.job.admission import AdmissionControl
 from xdeepserve.engine.job.journey import Journey
 from xdeepserve.engine.job.links import Carriage, Links, PDLink, load_at
 from xdeepserve.engine.job.pd_transfer import PDTransfer
@@ -123,7 +123,7 @@ class JobExecutor:
         self._jobs: dict[int, Job] = {}  # by seq_id
         self.transfers: dict[int, PDTransfer] = {}  # by seq_id, until the source has its blocks back
         self.unplaced = Unplaced()
-        self.admission = Admission(pod.clock, tell, self._dispatch, self._decode_tes, admission, hears)
+        self.admission = AdmissionControl(pod.clock, tell, self._dispatch, self._decode_tes, admission, hears)
         tell.act = self._act
         self._journey = Journey(pod) if pod.trace.is_on else None
         if self._journey is not None:

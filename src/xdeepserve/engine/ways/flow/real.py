@@ -62,7 +62,7 @@ class Arrived(NamedTuple):
 
     @property
     def received(self) -> Received:
-        """Rows of the arrival."""
+        """Rows that have arrived."""
         return self.arrival.received
 
 
