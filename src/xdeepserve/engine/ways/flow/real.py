@@ -62,7 +62,7 @@ class Arrived(NamedTuple):
 
     @property
     def received(self) -> Received:
-        """Rows that have arrived."""
+        """Arrived rows, with expert numbers."""
         return self.arrival.received
 
 
