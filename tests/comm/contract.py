@@ -182,7 +182,10 @@ def opened(
 
 
 class Wait(NamedTuple):
-    """What those say who wait for a rank that is missing; None is not compared."""
+    """What those say who wait for a missing rank; None is not compared.
+
+    `seen` may be a function of who waits and of its error.
+    """
 
     op: str
     field: str
@@ -445,7 +448,13 @@ def missing_in_exchange(scene: Scene, way: Way, index: int, op: str, step: int) 
 def missing_in_fused(scene: Scene, way: Way, index: int, op: str, step: int) -> Wait:
     """Each token is for all experts, one on each rank, so that each has a key for the missing one."""
     if (op == "fused dispatch" and step >= 2) or (op == "fused combine" and step == 1):
-        return Wait("fused combine", "token flag", others(scene, index), "0b111")
+
+        def seen(rank: Rank, error: Any) -> bool:
+            rows = enumerate(rank.handle.topk_idx.tolist())
+            flags = {token: sum(1 << key for key, e in enumerate(row) if e != index) for token, row in rows}
+            return error.seen == {token: f"{flag:#b}" for token, flag in flags.items()}
+
+        return Wait("fused combine", "token flag", others(scene, index), "0b111", seen)
     return Wait("fused dispatch", "event ID", others(scene, index), 1 + (op == "fused combine"), {index: 0})
 
 
@@ -756,8 +765,10 @@ def missing_in_m2n(scene: Scene, way: Way, index: int, op: str, step: int) -> Wa
     is_next = "send" in op and step >= 4
     if index < count:
         event = 1 + (is_next or op == "N2M receive")
-        return Wait("M2N receive", "completion", experts, f"event {event} of {count}")
-    return Wait("N2M receive", "completion", attention, f"event {1 + is_next} of {len(experts)}")
+        seen = f"{count - 1} completions"
+        return Wait("M2N receive", "completion", experts, f"event {event} of {count}", seen)
+    seen, of = f"{len(experts) - 1} completions", f"event {1 + is_next} of {len(experts)}"
+    return Wait("N2M receive", "completion", attention, of, seen)
 
 
 # ---- send and receive -------------------------------------------------------------------------------
@@ -865,7 +876,8 @@ def missing_in_message(scene: Scene, way: Way, index: int, op: str, step: int) -
     is_next = (op, step) in {("send", 4), ("send", 8)}
     is_next |= way["zero_copy"] and (op, step) in {("send", 3), ("receive", 7)}
     other, what = ("send", "ack") if index else ("receive", "tail")
-    return Wait(other, f"{what} chunk ID of event {1 + is_next}", [1 - index])
+    seen = lambda rank, error: 0 <= error.seen < error.expected  # noqa: E731
+    return Wait(other, f"{what} chunk ID of event {1 + is_next}", [1 - index], seen=seen)
 
 
 # ---- DistFlow ---------------------------------------------------------------------------------------

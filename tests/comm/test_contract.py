@@ -166,7 +166,10 @@ def check_waits(
             naming.add(each)
             assert (error.op, error.field) == (wait.op, wait.field)
             assert wait.expected is None or error.expected == wait.expected
-            assert wait.seen is None or error.seen == wait.seen
+            if callable(wait.seen):
+                assert wait.seen(scene.ranks[each], error), error
+            else:
+                assert wait.seen is None or error.seen == wait.seen
     assert naming == set(wait.waiting if wait is not None else ())
     assert wait is not None or failed == {name}
 
