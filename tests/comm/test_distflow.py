@@ -1,4 +1,4 @@
-"""DistFlow: bytes at raw addresses, M:N, over three kinds of fabric; endpoints; and peers that fail."""
+"""DistFlow: pairs, time, endpoints and their tags, and what else `contract` does not say of it."""
 
 import asyncio
 import itertools
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xdeepserve.comm import oracles
+from tests.comm.contract import spans
 from xdeepserve.comm.distflow import DistFlow, Endpoint, Span, pair
 from xdeepserve.comm.distflow.rules import DESTINATION, FINAL, SOURCE, Cause, State, transfer
 from xdeepserve.errors import AddressError, DeadlineError, DeploymentError, HardwareError, ProtocolError
@@ -45,11 +45,6 @@ def run(program: Callable[[Pod], Any], seed: int | None = None) -> Any:
         return await pod.clock.spawn(program(pod))
 
     return asyncio.run(main())
-
-
-def spans(*pieces: tuple[int, int, int]) -> list[Span]:
-    """From (node, first unit of 32 bytes, number of units)."""
-    return [Span(Address(node, 32 * first), 32 * count) for node, first, count in pieces]
 
 
 # ---- pairing ----------------------------------------------------------------------------------------
@@ -87,64 +82,12 @@ def bytes_at(pod: Pod, where: list[Span]) -> bytes:
     return b"".join(bytes(pod.memories.read(span.address, span.nbytes)) for span in where)
 
 
-@given(st.data(), st.sampled_from(["ub", "roce", "vpc"]), st.none() | st.integers(0, 99))
-def test_bytes_arrive_in_order_whatever_the_cuts(data: st.DataObject, backend: str, seed: int | None) -> None:
-    nodes = {"ub": [0, 1, 5, 8, 9], "roce": [0, 1, 5, 6], "vpc": [0, 1, 5, 9]}[backend]
-    src, dst = data.draw(sides(nodes))
-
-    async def program(pod: Pod) -> None:
-        flow = DistFlow(pod, backend)
-        flow.link_cluster({"all": nodes})
-        expected = [bytearray(pod.memory(node).buffer) for node in NODES]
-        pieces = [[(node, offset, nbytes) for (node, offset), nbytes in side] for side in (src, dst)]
-        oracles.transfer(expected, *pieces)
-        assert await flow.transfer(src, dst) == sum(span.nbytes for span in src)
-        assert [bytes(pod.memory(node).buffer) for node in NODES] == expected
-        flow.close()
-
-    run(program, seed)
-
-
 @given(st.data())
 def test_pairs_are_cut_where_either_side_is(data: st.DataObject) -> None:
     src, dst = data.draw(sides([0, 1]))
     copies = pair(src, dst)
     ends = lambda side: set(itertools.accumulate(span.nbytes for span in side))  # noqa: E731
     assert list(itertools.accumulate(copy.nbytes for copy in copies)) == sorted(ends(src) | ends(dst))
-
-
-REFUSED = [
-    (spans((0, 0, 2)), spans((1, 0, 3)), "the source has 64 bytes, the destination 96"),
-    ([Span(Address(0, 8), 32)], spans((1, 0, 1)), "source span of 32 bytes at offset 8 of node 0: both must"),
-    ([Span(Address(0, 0), 8)], [Span(Address(1, 0), 8)], "source span of 8 bytes at offset 0 of node 0"),
-    (spans((0, 0, 1)), [Span(Address(1, 4), 32)], "destination span of 32 bytes at offset 4 of node 1"),
-    ([Span(Address(0, 0), 0)], [Span(Address(1, 0), 0)], "source span of 0 bytes"),
-    (spans((0, 0, 2)), spans((0, 1, 2)), "destination span of 64 bytes at offset 32 of node 0 overlaps a so"),
-    (spans((0, 1, 2)), spans((0, 0, 2)), "source span of 64 bytes at offset 32 of node 0 overlaps a destin"),
-    (spans((0, 0, 4)), spans((1, 2, 2), (1, 1, 2)), "overlaps a destination span"),
-    (spans((0, 0, 8), (0, 9, 1)), spans((1, 0, 8), (0, 7, 1)), "overlaps a source span"),
-    # A source within a source does not hide the rest of the larger one.
-    (spans((0, 0, 8), (0, 1, 1)), spans((0, 4, 2), (1, 0, 7)), "offset 128 of node 0 overlaps a source"),
-    (spans((0, 63, 2)), spans((1, 0, 2)), "64 bytes at offset 2016 do not lie within one area"),
-    (spans((0, 0, 2)), spans((1, 63, 2)), "64 bytes at offset 2016 do not lie within one area"),
-]
-
-
-@pytest.mark.parametrize(("src", "dst", "message"), REFUSED, ids=range(len(REFUSED)))
-def test_what_cannot_be_is_refused_before_a_byte_moves(
-    src: list[Span], dst: list[Span], message: str
-) -> None:
-    async def program(pod: Pod) -> None:
-        flow = DistFlow(pod)
-        flow.link_cluster({"a": [0], "b": [1]})
-        with pytest.raises(AddressError, match=message):
-            flow.transfer(src, dst)
-        await pod.clock.sleep(10**9)
-        assert {n: bytes(pod.memory(n).buffer) for n in NODES} == {
-            n: np.random.default_rng(n).bytes(NBYTES) for n in NODES
-        }
-
-    run(program)
 
 
 def test_sources_may_overlap() -> None:
@@ -334,6 +277,16 @@ def test_nothing_moves_before_the_destination_asks_and_an_offer_can_be_taken_bac
     run(program)
 
 
+def test_a_tag_in_use_is_refused() -> None:
+    async def program(pod: Pod) -> None:
+        one, _ = DistFlow(pod).link_cluster({"prefill": [0], "decode": [4]})
+        one.send(1, "decode", spans((0, 0, 1)))
+        with pytest.raises(ProtocolError, match="already have an open transfer with tag 1"):
+            one.send(1, "decode", spans((0, 0, 1)))
+
+    run(program)
+
+
 def test_a_want_serves_once() -> None:
     async def program(pod: Pod) -> None:
         flow = DistFlow(pod)
@@ -366,89 +319,27 @@ def test_sides_that_do_not_fit_fail_on_both_and_nothing_moves() -> None:
     run(program)
 
 
-def test_callers_that_err() -> None:
-    async def program(pod: Pod) -> None:
-        flow = DistFlow(pod)
-        one, _ = flow.link_cluster({"prefill": [0], "decode": [4]})
-        with pytest.raises(DeploymentError, match="prefill is not linked to 'moon'"):
-            one.send(1, "moon", spans((0, 0, 1)))
-        with pytest.raises(HardwareError, match=r"node 4 is not one of prefill's \[0\]"):
-            one.send(1, "decode", spans((4, 0, 1)))
-        with pytest.raises(AddressError, match="do not lie within one area"):
-            one.send(1, "decode", spans((0, 64, 1)))
-        with pytest.raises(AddressError, match="source span of 4 bytes"):
-            one.send(1, "decode", [Span(Address(0, 0), 4)])
-        with pytest.raises(AddressError, match="destination span of 4 bytes"):
-            one.receive(1, "decode", [Span(Address(0, 0), 4)])
-        assert one.num_open == 0
-        one.send(1, "decode", spans((0, 0, 1)))
-        with pytest.raises(ProtocolError, match="already have an open transfer with tag 1"):
-            one.send(1, "decode", spans((0, 0, 1)))
-
-    run(program)
-
-
 # ---- peers that fail --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", ["before offer", "offered", "before want", "wanted", "moving", "moved"])
-def test_a_side_that_dies_at_any_step_is_named_and_the_others_go_on(stage: str) -> None:
-    """The source dies in the first two stages, the destination in the others."""
+@pytest.mark.parametrize(("dead", "num_words"), [(0, 0), (1, 0), (1, 1), (1, 2)])
+def test_others_of_the_flow_go_on_without_a_side_that_has_died(dead: int, num_words: int) -> None:
+    """A destination ends as it wants, as that is heard, or while bytes move: it never has them all."""
 
     async def program(pod: Pod) -> None:
-        clock, spec = pod.clock, pod.spec
-        flow = DistFlow(pod, timeout_ns=1_000_000)
-        one, two, three = flow.link_cluster({"prefill": [0], "decode": [4], "spare": [5]})
-        expected = bytes_at(pod, spans((0, 0, 2)))
-        if stage != "before offer":
-            one.send(1, "decode", spans((0, 0, 2)))
-        if stage in ("before offer", "offered"):
-            one.stop()
-        elif stage == "before want":
-            two.stop()
-        if stage != "before want":
-            two.receive(1, "prefill", spans((4, 0, 2)))
-            moves_at = 2 * spec.command_ns()
-            after = {"wanted": spec.command_ns(), "moving": moves_at + 1000, "moved": None}.get(stage, 0)
-            if after is None:
-                assert (await completion(two)).error is None
-                await clock.sleep(spec.command_ns())
-            else:
-                await clock.sleep(after)
-            if stage in ("wanted", "moving", "moved"):
-                two.stop()
-        await clock.sleep(3_000_000)
-        if stage in ("before offer", "offered"):
-            (entry,) = two.poll()
-            error = entry.error
-            assert isinstance(error, DeadlineError)
-            assert (error.op, error.rank, error.peer) == ("receive", "decode", "prefill")
-            assert (error.field, error.expected) == ("offer of tag 1", "offer")
-            assert error.seen == "nothing while wanted"
-            assert two.num_open == 0
-            one, two = two, one  # who is left
-        elif stage in ("wanted", "moving"):
-            (entry,) = one.poll()
-            error = entry.error
-            assert isinstance(error, DeadlineError)
-            assert (error.op, error.rank, error.peer) == ("send", "prefill", "decode")
-            assert (error.field, error.expected, error.seen) == (
-                "done of tag 1",
-                "done",
-                "nothing while sending",
-            )
-            assert bytes_at(pod, spans((4, 0, 2))) != expected
-        elif stage == "before want":
-            assert one.poll() == []
-            one.cancel(1, "decode")  # nobody will ask
-        else:
-            (entry,) = one.poll()
-            assert entry.error is None
-        # The survivors go on.
-        node = one.nodes[0]
-        one.send(2, "spare", spans((node, 8, 2)))
-        three.receive(2, one.name, spans((5, 0, 2)))
-        assert (await completion(three)).error is None
+        flow = DistFlow(pod, timeout_ns=1_000_000, offer_timeout_ns=1_000_000)
+        *ends, spare = flow.link_cluster({"prefill": [0], "decode": [4], "spare": [5]})
+        ends[0].send(1, "decode", spans((0, 0, 2)))
+        ends[1].receive(1, "prefill", spans((4, 0, 2)))
+        await pod.clock.sleep(num_words * pod.spec.command_ns() + 1000 * (num_words == 2))
+        ends[dead].stop()
+        left = ends[1 - dead]
+        assert isinstance((await completion(left)).error, DeadlineError)
+        assert bytes_at(pod, spans((4, 0, 2))) != bytes_at(pod, spans((0, 0, 2)))
+        node = left.nodes[0]
+        left.send(2, "spare", spans((node, 8, 2)))
+        spare.receive(2, left.name, spans((5, 0, 2)))
+        assert (await completion(spare)).error is None
         assert bytes_at(pod, spans((5, 0, 2))) == bytes_at(pod, spans((node, 8, 2)))
 
     run(program)
@@ -702,36 +593,6 @@ def test_a_backend_that_fails_in_its_own_way_fails_both_sides() -> None:
         ):
             await flow.transfer(spans((0, 0, 1)), spans((4, 0, 1)))
         assert len(pod.memory(4).claims) == 0
-
-    run(program)
-
-
-@pytest.mark.parametrize(
-    "piece",
-    [
-        (Address(0, 0), 64.0),
-        (Address(0, 32.0), 64),  # type: ignore[arg-type]
-        (Address(0.0, 32), 64),  # type: ignore[arg-type]
-        (0, 64),
-        (Address(0, 0), None),
-        (Address(0, 0), 64, 1),
-    ],
-    ids=str,
-)
-def test_spans_are_whole_numbers(piece: Any) -> None:
-    async def program(pod: Pod) -> None:
-        flow = DistFlow(pod)
-        one, _ = flow.link_cluster({"prefill": [0], "decode": [4]})
-        message = "span is an Address and a size, in whole numbers, not"
-        for use in (
-            lambda: flow.transfer([piece], spans((4, 0, 2))),
-            lambda: flow.transfer(spans((4, 0, 2)), [piece]),
-            lambda: one.send(1, "decode", [piece]),
-            lambda: one.receive(1, "decode", [piece]),
-        ):
-            with pytest.raises(AddressError, match=message):
-                use()
-        assert one.num_open == 0
 
     run(program)
 

@@ -1,7 +1,6 @@
 """M2N against plain NumPy: bytes, order, what is lost on the way, crowded ports; and RDMA by itself."""
 
 import asyncio
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,20 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.comm.tools import expert, quantize, same_bits
+from tests.comm.contract import FULL, Ended, Scene, opened, run, same
+from tests.comm.contract import m2n as m2n_scene
+from tests.comm.tools import quantize
 from xdeepserve.bench.papers.group_calls import GroupCalls, GroupCosts
 from xdeepserve.bench.papers.m2n import group_calls, m2n
-from xdeepserve.comm import oracles
 from xdeepserve.comm.exchange.layout import Group
-from xdeepserve.comm.means import Means
 from xdeepserve.errors import (
-    AddressError,
-    DeadlineError,
     DeploymentError,
     FieldError,
     GlitchError,
     HardwareError,
-    ProtocolError,
 )
 from xdeepserve.hw.clock import Clock, Waiting
 from xdeepserve.hw.congestion import DEFAULT_CONTROL, TUNED_CONTROL, CongestionControl, SendingRate
@@ -38,225 +34,60 @@ from xdeepserve.m2n.sides import M2NAttention, M2NExpert, M2NMesh
 KIB = 1024
 
 
-class Case(NamedTuple):
-    layout: M2NLayout
-    tokens: list[list[np.ndarray]]  # [layer][attention rank] float32 [T, H]
-    topk: list[list[np.ndarray]]  # int32 [T, K]
-    weights: list[list[np.ndarray]]  # float32 [T, K]
+SMALL = {**FULL, "attention": 2, "experts": 3}
 
 
-def make_case(
-    seed: int, attention: int, experts: int, quantized: bool, hidden: int = 24, layers: int = 2
-) -> Case:
-    rng = np.random.default_rng(seed)
-    top_k = int(rng.integers(1, 4))
-    physical, max_tokens = max(top_k, int(rng.integers(1, 3 * experts + 1))), int(rng.integers(1, 6))
-    dies = [int(die) for die in rng.permutation(64)[: attention + experts]]
-    rank = tuple(int(rank) for rank in rng.integers(0, experts, physical))
-    group = Group(tuple(dies[attention:]), rank)
-    layout = M2NLayout(tuple(dies[:attention]), group, max_tokens, top_k, hidden, quantized)
-    sizes = rng.integers(0, max_tokens + 1, (layers, attention))
+def spoiled(kind: str, **sizes: Any) -> tuple[list[Ended], RDMANetwork, int]:
+    """What ranks get, the network, and an expert die, to which the link from attention die 0 is spoiled."""
 
-    def of_each(make: Callable[[int], np.ndarray]) -> list[list[np.ndarray]]:
-        return [[make(int(n)) for n in row] for row in sizes]
+    async def body(scene: Scene) -> tuple[list[Ended], RDMANetwork, int]:
+        layout, network = scene.ranks[0].handle.layout, scene.ranks[0].handle.mesh.network
+        source, target = layout.attention[0], layout.experts.dies[0]
+        scene.pod.fabric.links.spoil(Plane.ROCE, source, target, LinkFault(kind, float("inf")))
+        ends = await run(scene, 2)
+        for index, end in enumerate(ends):
+            assert all(same(each, scene.expected(turn, index)) for turn, each in enumerate(end.results))
+        return ends, network, target
 
-    return Case(
-        layout,
-        of_each(lambda n: rng.standard_normal((n, hidden)).astype(np.float32)),
-        of_each(
-            lambda n: np.array([rng.permutation(physical)[:top_k] for _ in range(n)], np.int32).reshape(
-                n, top_k
-            )
-        ),
-        of_each(lambda n: rng.random((n, top_k)).astype(np.float32)),
-    )
-
-
-def oracle(case: Case, layer: int, rank: int) -> np.ndarray:
-    quantizer = quantize if case.layout.quantize else None
-    slots = oracles.combine(case.tokens[layer][rank], case.topk[layer][rank], expert, quantizer)
-    return oracles.weighted_sum(slots, case.weights[layer][rank])
-
-
-class Built(NamedTuple):
-    pod: Pod
-    network: RDMANetwork
-    attention: list[M2NAttention]
-    experts: list[M2NExpert]
-
-
-def build(case: Case, seed: int | None = None, timeout_ns: int = 10**9, **network: Any) -> Built:
-    pod, layout = Pod(clock=Clock(seed)), case.layout
-    for die in layout.attention:
-        layout.plan_attention(pod.plan(die))
-    for die in layout.experts.dies:
-        layout.plan_expert(pod.plan(die))
-    pod.materialise()
-    rdma = RDMANetwork(pod.fabric, pod.spec_of, **network)
-    mesh, means = M2NMesh(rdma, layout), Means(timeout_ns=timeout_ns)
-    return Built(
-        pod,
-        rdma,
-        [M2NAttention(pod.dies[d], i, mesh, quantize, means) for i, d in enumerate(layout.attention)],
-        [M2NExpert(pod.dies[d], i, mesh, quantize, means) for i, d in enumerate(layout.experts.dies)],
-    )
-
-
-async def attend(side: M2NAttention, case: Case, event: int = 1) -> list[np.ndarray]:
-    results = []
-    for layer in range(len(case.tokens)):
-        arguments = (batch[layer][side.rank] for batch in (case.tokens, case.topk, case.weights))
-        await side.a2e(*arguments, event + layer)
-        results.append(await side.e2a(event + layer))
-    return results
-
-
-async def serve(side: M2NExpert, case: Case, event: int = 1) -> list[list[tuple[int, ...]]]:
-    seen = []
-    for layer in range(len(case.tokens)):
-        got = await side.a2e(event + layer)
-        seen.append(
-            list(zip(got.expert_idx.tolist(), got.token_idx.tolist(), got.slot.tolist(), strict=True))
-        )
-        x = got.payload * got.scale[:, None]
-        out = np.array([expert(e, row) for e, row in zip(got.expert_idx, x, strict=True)], np.float32)
-        await side.e2a(out.reshape(x.shape), event + layer)
-    return seen
-
-
-async def run(built: Built, case: Case, event: int = 1, safe: bool = False) -> tuple[list[Any], list[Any]]:
-    tasks = [side.die.spawn(attend(side, case, event)) for side in built.attention]
-    tasks += [side.die.spawn(serve(side, case, event)) for side in built.experts]
-    results = await asyncio.gather(*tasks, return_exceptions=safe)
-    return results[: len(built.attention)], results[len(built.attention) :]
-
-
-def check(case: Case, results: list[Any]) -> None:
-    for rank, by_layer in enumerate(results):
-        for layer, found in enumerate(by_layer):
-            assert same_bits(found, oracle(case, layer, rank))
+    return opened(m2n_scene, body, **{**SMALL, **sizes})
 
 
 # ---- bytes and order -----------------------------------------------------------------------------------
 
 
-@given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 5), st.booleans(), st.integers(0, 100))
-@settings(max_examples=40, deadline=None)
-def test_answers_are_those_of_numpy_in_any_order_of_events(
-    seed: int, attention: int, experts: int, quantized: bool, clock: int
-) -> None:
-    case = make_case(seed, attention, experts, quantized)
-    results, seen = asyncio.run(run(build(case, clock), case))
-    check(case, results)
-    for rank, by_layer in enumerate(seen):
-        for layer, rows in enumerate(by_layer):
-            expected = [
-                (int(e), t, k)
-                for topk in case.topk[layer]
-                for t, experts_of in enumerate(topk)
-                for k, e in enumerate(experts_of)
-                if case.layout.experts.expert_rank[e] == rank
-            ]
-            assert rows == expected
-
-
-@given(st.integers(0, 10**6), st.integers(0, 10**6), st.floats(0, 0.1), st.booleans())
+@given(st.integers(0, 10**6), st.floats(0, 0.1), st.booleans())
 @settings(max_examples=15, deadline=None)
-def test_what_is_lost_is_sent_again_and_no_bit_is_another(
-    seed: int, losses: int, share: float, acks_first: bool
-) -> None:
+def test_what_is_lost_is_sent_again_and_no_bit_is_another(seed: int, share: float, acks_first: bool) -> None:
     """Rows of several segments; data, acknowledgements and refusals are lost alike."""
-    case = make_case(seed, 2, 3, False, hidden=3000)
-    rng = np.random.default_rng(losses)
-    built = build(case, is_lost=lambda *_: bool(rng.random() < share), acks_first=acks_first)
-    results, _ = asyncio.run(run(built, case))
-    check(case, results)
+
+    async def body(scene: Scene) -> None:
+        for index, end in enumerate(await run(scene, 2)):
+            assert same(end.results, [scene.expected(turn, index) for turn in range(2)])
+
+    how = {"hidden": 3000, "quantized": False, "losses": share, "acks_first": acks_first}
+    opened(m2n_scene, body, **{**SMALL, "seed": seed, **how})
 
 
 def test_a_bit_that_flips_on_the_wire_costs_time_alone() -> None:
-    case = make_case(3, 2, 2, True)
-    built = build(case)
-    source, target = case.layout.attention[0], case.layout.experts.dies[1]
-    quiet, _ = asyncio.run(run(build(case), case))
-    built.pod.fabric.links.spoil(Plane.ROCE, source, target, LinkFault("flipped", float("inf")))
-    results, _ = asyncio.run(run(built, case))
-    check(case, results)
-    assert built.network.num_lost == 1
-    assert all(
-        same_bits(a, b)
-        for own, other in zip(quiet, results, strict=True)
-        for a, b in zip(own, other, strict=True)
-    )
+    ends, network, _ = spoiled("flipped")
+    assert network.num_lost == 1
+    assert [end.error for end in ends] == [None] * 5
 
 
 def test_a_link_that_is_down_ends_in_a_glitch_that_names_the_node() -> None:
-    case = make_case(5, 1, 2, False)
-    built = build(case)
-    target = case.layout.experts.dies[0]
-    built.pod.fabric.links.spoil(
-        Plane.ROCE, case.layout.attention[0], target, LinkFault("down", float("inf"))
-    )
-    (error,), _ = asyncio.run(run(built, case, safe=True))
-    assert isinstance(error, GlitchError)
-    assert f"node {target} was not acknowledged 7 times" in str(error)
-
-
-def test_who_has_not_sent_is_named_at_the_deadline() -> None:
-    case = make_case(7, 3, 1, False)
-    built = build(case, timeout_ns=10**7)
-
-    async def two_of_three() -> Any:
-        for side in built.attention[:2]:
-            side.die.spawn(
-                side.a2e(case.tokens[0][side.rank], case.topk[0][side.rank], case.weights[0][side.rank], 1)
-            )
-        return await built.experts[0].die.spawn(built.experts[0].a2e(1))
-
-    with pytest.raises(DeadlineError, match=r"M2N receive: deadline .*peer \['attention 2'\].*2 completions"):
-        asyncio.run(two_of_three())
-
-
-def test_another_event_is_refused_by_both_numbers() -> None:
-    case = make_case(9, 1, 1, False)
-    built = build(case)
-
-    async def apart() -> Any:
-        a, e = built.attention[0], built.experts[0]
-        a.die.spawn(a.a2e(case.tokens[0][0], case.topk[0][0], case.weights[0][0], 5))
-        return await e.die.spawn(e.a2e(4))
-
-    with pytest.raises(ProtocolError, match=r"expects event 4, but peer attention 0 is ahead: .* event 5"):
-        asyncio.run(apart())
+    ends, _, target = spoiled("down")
+    assert isinstance(ends[0].error, GlitchError)
+    assert f"node {target} was not acknowledged 7 times" in str(ends[0].error)
 
 
 def test_rows_that_were_not_written_are_not_believed() -> None:
-    case = make_case(11, 1, 1, False)
-    built = build(case)
-    built.experts[0].receiver.queue.put(QueueEntry(case.layout.attention[0], immediate(1, 3), 32))
-    with pytest.raises(FieldError, match="attention 0 tells of 3 rows and has written 32 B"):
-        asyncio.run(_spawned(built.experts[0].die, built.experts[0].a2e(1)))
+    async def body(scene: Scene) -> None:
+        there, source = scene.ranks[1].handle, scene.ranks[0].die.index
+        there.receiver.queue.put(QueueEntry(source, immediate(1, 3), 32))
+        with pytest.raises(FieldError, match="attention 0 tells of 3 rows and has written 32 B"):
+            await there.die.spawn(there.a2e(1))
 
-
-async def _spawned(die: Any, coro: Any) -> Any:
-    return await die.spawn(coro)
-
-
-def test_after_a_reset_what_was_given_up_is_not_taken_for_new() -> None:
-    case = make_case(13, 2, 2, True)
-    built = build(case, timeout_ns=10**6)
-
-    async def twice() -> tuple[list[Any], list[Any]]:
-        # One attention die does not come: all others fail, and are reset.
-        some = [built.attention[0].die.spawn(attend(built.attention[0], case))]
-        some += [side.die.spawn(serve(side, case)) for side in built.experts]
-        failures = await asyncio.gather(*some, return_exceptions=True)
-        assert all(isinstance(error, DeadlineError) for error in failures)
-        for side in (*built.attention, *built.experts):
-            side.reset()
-        return await run(built, case, event=10)
-
-    results, _ = asyncio.run(twice())
-    check(case, results)
+    opened(m2n_scene, body, **{**SMALL, "attention": 1, "experts": 1})
 
 
 @given(st.integers(1, 2**40), st.integers(0, LOW))
@@ -267,9 +98,11 @@ def test_an_immediate_tells_event_and_rows(event: int, rows: int) -> None:
 
 
 def test_events_may_pass_the_end_of_16_bits() -> None:
-    case = make_case(15, 2, 2, False)
-    results, _ = asyncio.run(run(build(case), case, event=LOW))
-    check(case, results)
+    async def body(scene: Scene) -> None:
+        for index, end in enumerate(await run(scene, 2, LOW)):
+            assert same(end.results, [scene.expected(turn, index) for turn in range(2)])
+
+    opened(m2n_scene, body, **SMALL)
 
 
 def test_layouts_are_refused_by_name() -> None:
@@ -277,12 +110,6 @@ def test_layouts_are_refused_by_name() -> None:
         M2NLayout((1,), Group((1,), (0,)), 1, 1, 8)
     with pytest.raises(DeploymentError, match="do not fit in the 65535"):
         M2NLayout((1,), Group((2,), (0, 0)), 40_000, 2, 8)
-    case = make_case(17, 1, 1, False)
-    side = build(case).attention[0]
-    top_k = case.layout.top_k
-    one, chosen = np.zeros((1, 24), np.float32), np.arange(top_k, dtype=np.int32)[None]
-    with pytest.raises(AddressError, match="topk_weights must be float32"):
-        asyncio.run(_spawned(side.die, side.a2e(one, chosen, np.zeros((1, 9), np.float32), 1)))
 
 
 # ---- cards ---------------------------------------------------------------------------------------------
@@ -455,22 +282,29 @@ def test_the_formula_says_what_the_steps_take(shape: tuple[int, ...]) -> None:
         for _ in range(senders)
     ]
     x, weights = np.ones((tokens, hidden), np.float32), np.ones((tokens, top_k), np.float32)
-    case = Case(layout, [[x] * senders], [chosen], [[weights] * senders])
-    built = build(case)
+    pod = Pod()
+    for die in layout.attention:
+        layout.plan_attention(pod.plan(die))
+    for die in group.dies:
+        layout.plan_expert(pod.plan(die))
+    pod.materialise()
+    mesh = M2NMesh(RDMANetwork(pod.fabric, pod.spec_of), layout)
+    attention = [M2NAttention(pod.dies[d], i, mesh, quantize) for i, d in enumerate(layout.attention)]
+    experts = [M2NExpert(pod.dies[d], i, mesh, quantize) for i, d in enumerate(group.dies)]
 
     async def ended(coro: Any) -> int:
         await coro
-        return built.pod.clock.now
+        return pod.clock.now
 
     async def main() -> list[int]:
-        both = zip(built.attention, chosen, strict=True)
+        both = zip(attention, chosen, strict=True)
         ends = [side.die.spawn(ended(side.a2e(x, topk, weights, 1))) for side, topk in both]
-        ends += [side.die.spawn(ended(side.a2e(1))) for side in built.experts]
+        ends += [side.die.spawn(ended(side.a2e(1))) for side in experts]
         return list(await asyncio.gather(*ends))
 
     ends = asyncio.run(main())
     acknowledged, received = max(ends[:senders]), max(ends[senders:])
-    cost, row = M2NCost(built.pod.spec, built.pod.spec), layout.rows.dispatch_row
+    cost, row = M2NCost(pod.spec, pod.spec), layout.rows.dispatch_row
     most = int(np.bincount(np.concatenate([topk.ravel() for topk in chosen])).max())
     amounts = receivers, tokens * top_k * row, most * row
     assert cost.total_ns(*amounts) == pytest.approx(received, rel=0.05)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.comm.outside import Far, free_address
 from tests.comm.services import LAYERS, LAYOUT, attend, expected, logical, same, serve, tokens
 from tests.comm.tools import IDENTITY, TOKEN, asks, quantize, same_bits
 from xdeepserve.comm.means import Means
@@ -24,38 +25,15 @@ from xdeepserve.errors import FieldError, InputError, LostDieError, ProtocolErro
 from xdeepserve.hw.pod import Pod
 from xdeepserve.loop import new_event_loop
 from xdeepserve.remote import handshake
-from xdeepserve.remote.expert_process import OutsideServer
 from xdeepserve.remote.handshake import Hello, connect, line, listen, proof, proves, split
 from xdeepserve.remote.network_card import OP_READ, OP_WRITE, REQUEST, RESPONSE, Nic
 from xdeepserve.remote.outside_reach import OutsideReach
-from xdeepserve.remote.registered import SharedBuffer, Window, check_windows, windows
+from xdeepserve.remote.registered import SharedBuffer, Window, check_windows
 from xdeepserve.remote.seat_list import Refused, Register, SeatTable
 from xdeepserve.remote.server_link import CardLink, ServerLink, open_link
 
 MS = 1_000_000
 PATIENCE = Patience(300 * MS, 20_000 * MS)
-
-
-class Far:
-    """One server, with a pod of its own, as a process of its own has it."""
-
-    def __init__(self, index: int, address: str, generation: int = 1) -> None:
-        node = LAYOUT.servers.dies[index]
-        pod = Pod()
-        plan = pod.plan(node)
-        LAYOUT.plan_server(plan)
-        buffer = SharedBuffer(plan.ends[-1])
-        plan.provide = lambda nbytes: buffer.view
-        pod.materialise()
-        self.server = OutsideServer(
-            *(pod.dies[node], index, LAYOUT, LAYERS), quantize=quantize, generation=generation - 1
-        )
-        self.windows = windows(LAYOUT, pod.memory(node))
-        listener, self.address = listen(address)
-        self.nic = Nic(listener, buffer, self.windows, IDENTITY, TOKEN)
-
-    def close(self) -> None:
-        self.nic.close()
 
 
 class Cable:
@@ -122,11 +100,7 @@ async def scene(
     for die in LAYOUT.clients:
         LAYOUT.plan_client(pod.plan(die))
     pod.materialise()
-    name = "tcp:127.0.0.1:0" if kind == "tcp" else "unix:xdeepserve-test-{index}-{id}"
-    fars = [
-        Far(index, name.format(index=index, id=id(pod)), generation)
-        for index, generation in enumerate(generations)
-    ]
+    fars = [Far(index, free_address(kind), generation) for index, generation in enumerate(generations)]
     serving = [far.server.die.spawn(serve(far.server, compute=logical)) for far in fars]
     for index, far in enumerate(fars):
         address = far.address
@@ -158,16 +132,6 @@ def check(results: Any, asked: list[Any]) -> None:
     assert not isinstance(results, BaseException), results
     for result, batch in zip(results, asked, strict=True):
         assert same_bits(result, expected(LAYOUT, batch, logical))
-
-
-@pytest.mark.parametrize("kind", ["unix", "tcp"])
-async def test_two_clients(kind: str) -> None:
-    async with scene(kind=kind) as (there, _):
-        asked = [batches(1), batches(2)]
-        results = await there.run(*(attend(there.client(rank), asked[rank]) for rank in range(2)))
-        for rank in range(2):
-            check(results[rank], asked[rank])
-        assert sum(far.server.num_served for far in there.fars) >= 8
 
 
 # ---- connections that are bad -----------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""send and receive over random sizes, rings, cores and interleavings; and all that can go wrong."""
+"""send and receive: rings, handles and pieces, and what else `contract` does not say of them."""
 
 import asyncio
 import itertools
@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xdeepserve.comm.oracles import ring as ring_oracle
 from xdeepserve.comm.p2p.handle import PointToPoint
 from xdeepserve.comm.p2p.layout import RING_FIELD, Mode, RingField, RingLayout
 from xdeepserve.comm.p2p.rules import RECEIVE, SEND, Move, PairEnd, PairState, Progress
@@ -60,67 +59,6 @@ async def run(*programs: tuple[PointToPoint, Any], safe: bool = False) -> list[A
 
 
 # ---- bytes ------------------------------------------------------------------------------------------
-
-
-@given(
-    sizes=st.lists(st.integers(0, 700), min_size=1, max_size=4),
-    slot=st.sampled_from([32, 64, 96, 256]),
-    num_slots=st.integers(1, 9),
-    cores=st.tuples(st.integers(1, 6), st.integers(1, 6)),
-    engines=st.tuples(st.sampled_from(["mte", "dma", "urma"]), st.sampled_from(["mte", "dma", "urma"])),
-    seed=st.none() | st.integers(0, 99),
-    delays=st.tuples(st.integers(0, 30_000), st.integers(0, 30_000)),
-)
-def test_every_byte_arrives_and_the_ring_holds_what_the_oracle_says(
-    sizes: list[int],
-    slot: int,
-    num_slots: int,
-    cores: tuple[int, int],
-    engines: tuple[Any, Any],
-    seed: int | None,
-    delays: tuple[int, int],
-) -> None:
-    rng = np.random.default_rng(sum(sizes))
-    messages = [rng.bytes(size) for size in sizes]
-    found = []
-
-    async def send(p2p: PointToPoint) -> None:
-        await p2p.die.clock.sleep(delays[0])
-        for i, message in enumerate(messages):
-            fill(p2p, message)
-            await p2p.send(out(p2p), len(message), 1, 3 * i + 1, cores=cores[0], engine=engines[0])
-
-    async def receive(p2p: PointToPoint) -> None:
-        await p2p.die.clock.sleep(delays[1])
-        for i, message in enumerate(messages):
-            args = (inbox(p2p), len(message), 0, 3 * i + 1)
-            await p2p.receive(*args, cores=cores[1], engine=engines[1])
-            found.append(received(p2p, len(message)))
-
-    async def main() -> None:
-        layout = RingLayout(2, num_cores=6, slot_nbytes=slot, num_slots=num_slots)
-        a, b = build(layout, seed)
-        await run((a, send(a)), (b, receive(b)))
-        assert found == messages
-        ring = bytes(b.die.memory.read(b.memory.rings.offset, layout.ring_nbytes))
-        for i, content in enumerate(ring_oracle(messages, slot, num_slots)):
-            assert ring[i * slot : i * slot + len(content)] == content
-        assert not any(ring[layout.ring_nbytes :])
-        # Clean afterwards: both ends idle at one position, the last tail and the last ack say the same.
-        total = sum(max(1, -(-size // slot)) for size in sizes)
-        for side in (a.sides["send"][1], b.sides["receive"][0]):
-            assert (side.state, side.position, side.last_event_id) == (
-                PairState.IDLE,
-                total,
-                3 * len(sizes) - 2,
-            )
-        tails = b.memory.fields(b.memory.tails.offset, 0, 6)
-        acks = a.memory.fields(a.memory.acks.offset, 1, 6)
-        assert tails == acks
-        assert max(tails, key=lambda field: field.pointer).pointer == total
-        assert a.memory.in_use == b.memory.in_use == {}
-
-    asyncio.run(main())
 
 
 @given(
@@ -249,81 +187,7 @@ async def test_equal_runs_take_equal_time_and_more_cores_less() -> None:
 
 # ---- peers that fail --------------------------------------------------------------------------------
 
-STEPS = [
-    ("send", 1),
-    ("send", 2),
-    ("send", 3),
-    ("send", 4),
-    ("send", 8),
-    ("receive", 5),
-    ("receive", 6),
-    ("receive", 7),
-]
 SMALL = RingLayout(3, num_cores=2, slot_nbytes=64, num_slots=2)
-
-
-@pytest.mark.parametrize("zero_copy", [False, True])
-@pytest.mark.parametrize(("op", "step"), STEPS)
-async def test_a_rank_that_dies_at_any_step_is_named_and_the_others_go_on(
-    op: str, step: int, zero_copy: bool
-) -> None:
-    handles = build(SMALL, timeout_ns=200_000)
-    sender, receiver, third = handles
-    dying, survivor = (sender, receiver) if op == "send" else (receiver, sender)
-    if zero_copy and (op, step) == ("send", 1):
-        return  # the sender moves nothing
-
-    def dies(op_now: str, step_now: int) -> None:
-        if (op_now, step_now) == (op, step):
-            raise RuntimeError("lost power")
-
-    dying.steps.on_step = dies
-    fill(sender, bytes(range(250)))
-    results = await run(
-        (sender, sender.send(out(sender), 250, 1, 7, zero_copy=zero_copy)),
-        (receiver, receiver.receive(inbox(receiver), 250, 0, 7)),
-        safe=True,
-    )
-    assert isinstance(results[dying.rank], RuntimeError)
-    error = results[survivor.rank]
-    # Dead after its last store, a rank harms nobody any more.
-    is_harmless = (op, step) in {("send", 4), ("send", 8)}
-    if zero_copy:  # one chunk, so the first tail and the first ack are the last
-        is_harmless |= (op, step) in {("send", 3), ("receive", 7)}
-    if is_harmless:
-        assert error is None
-    else:
-        assert isinstance(error, DeadlineError), error
-        what, peer = ("tail", 0) if op == "send" else ("ack", 1)
-        assert (error.op, error.rank, error.peer) == (survivor_op(op), survivor.rank, peer)
-        assert error.field == f"{what} chunk ID of event 7"
-        assert isinstance(error.expected, int)
-        assert isinstance(error.seen, int)
-        assert error.seen < error.expected
-        assert survivor.sides[survivor_op(op)][peer].state is PairState.FAILED
-        with pytest.raises(ProtocolError, match="while failed"):
-            await survivor.die.spawn(
-                survivor.send(out(survivor), 1, peer, 8)
-                if survivor is sender
-                else survivor.receive(inbox(survivor), 1, peer, 8)
-            )
-    # The survivor and the third rank go on, as sender and as receiver.
-    fill(survivor, b"still here")
-    fill(third, b"so am I!")
-    await run(
-        (survivor, survivor.send(out(survivor), 10, 2, 1)),
-        (third, third.receive(inbox(third), 10, survivor.rank, 1)),
-    )
-    await run(
-        (third, third.send(out(third), 8, survivor.rank, 1)),
-        (survivor, survivor.receive(inbox(survivor), 8, 2, 1)),
-    )
-    assert received(third, 10) == b"still here"
-    assert received(survivor, 8) == b"so am I!"
-
-
-def survivor_op(op: str) -> str:
-    return "receive" if op == "send" else "send"
 
 
 async def test_a_pair_that_was_reset_goes_on_with_a_fresh_event() -> None:
@@ -344,25 +208,12 @@ async def test_a_pair_that_was_reset_goes_on_with_a_fresh_event() -> None:
     assert not pending.is_complete
 
 
-@pytest.mark.parametrize(
-    ("send", "receive", "message"),
-    [
-        ((100, 5), (100, 4), "receive: rank 1 expects event 4, but the field of peer 0, core 0 says event 5"),
-        ((100, 4), (96, 4), "receive: rank 1 expects 96 bytes, but the field of peer 0, core 0 says 100"),
-    ],
-)
-async def test_ends_that_disagree_are_told_what_both_said(
-    send: tuple[int, int], receive: tuple[int, int], message: str
-) -> None:
+async def test_ends_that_mean_other_sizes_are_told_what_both_said() -> None:
     a, b, _ = build(SMALL, timeout_ns=50_000)
-    results = await run(
-        (a, a.send(out(a), send[0], 1, send[1])),
-        (b, b.receive(inbox(b), receive[0], 0, receive[1])),
-        safe=True,
-    )
+    results = await run((a, a.send(out(a), 100, 1, 4)), (b, b.receive(inbox(b), 96, 0, 4)), safe=True)
     assert isinstance(results[0], DeadlineError)
     assert isinstance(results[1], ProtocolError)
-    assert str(results[1]) == message
+    assert str(results[1]) == "receive: rank 1 expects 96 bytes, but the field of peer 0, core 0 says 100"
 
 
 async def test_a_chunk_out_of_turn_is_named_with_what_was_expected() -> None:
@@ -386,39 +237,6 @@ async def test_a_peer_with_more_cores_than_there_are_fields_is_refused() -> None
 
 
 # ---- callers that err -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("op", ["send", "receive"])
-@pytest.mark.parametrize(
-    ("change", "kind", "message"),
-    [
-        ({"shift": 8}, AddressError, "is not a multiple of 32"),
-        ({"shift": -32 * 1000}, AddressError, "leaves the app area"),
-        ({"nbytes": 3 * BUFFER}, AddressError, "leaves the app area"),
-        ({"nbytes": -1}, AddressError, "a message has 0..4294967295 bytes, not -1"),
-        ({"nbytes": 2**32}, AddressError, "a message has 0..4294967295 bytes, not 4294967296"),
-        ({"peer": 0}, ProtocolError, "rank 0 has peers 0..2 but itself, not 0"),
-        ({"peer": 3}, ProtocolError, "rank 0 has peers 0..2 but itself, not 3"),
-        ({"cores": 0}, AddressError, "the layout is for 1..2 AIV cores, not 0"),
-        ({"cores": 3}, AddressError, "the layout is for 1..2 AIV cores, not 3"),
-        ({"engine": "rdma"}, AddressError, "the engine is mte, dma or urma, not 'rdma'"),
-        ({"event_id": 0}, ProtocolError, "was given event 0: event IDs are integers from 1"),
-    ],
-)
-async def test_impossible_requests_are_refused_before_a_byte_moves(
-    op: str, change: dict[str, Any], kind: type[Exception], message: str
-) -> None:
-    a, *_ = build(SMALL)
-    change = dict(change)
-    before = [bytes(a.die.fabric.memories[die].buffer) for die in DIES]
-    offset = (out(a) if op == "send" else inbox(a)) + change.pop("shift", 0)
-    arguments: dict[str, Any] = {"nbytes": 64, "peer": 1, "event_id": 1} | change
-    call = (a.send if op == "send" else a.receive)(offset, **arguments)
-    with pytest.raises(kind, match=message):
-        await a.die.spawn(call)
-    assert [bytes(a.die.fabric.memories[die].buffer) for die in DIES] == before
-    assert a.die.clock.now == 0
-    assert a.memory.in_use == {}
 
 
 async def test_numpys_integers_do_not_wrap_around() -> None:
@@ -698,34 +516,6 @@ async def test_a_second_look_raises_the_first_error_again() -> None:
                 await receiving.look()
 
     await run((a, a.send_async(out(a), 64, 1, 4)), (b, receive()))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "match"),
-    [
-        ({"event_id": 2**64}, "event 18446744073709551616: event IDs are integers from 1 to 2\\*\\*64 - 1"),
-        ({"event_id": 1.5}, "event 1.5: event IDs are integers"),
-        ({"event_id": 0}, "event 0: event IDs are integers from 1"),
-        ({"nbytes": 64.0}, "bytes must be an integer, not 64.0"),
-        ({"cores": 1.0}, "cores must be an integer, not 1.0"),
-        ({"peer": True}, "peer must be an integer, not True"),
-    ],
-)
-async def test_arguments_that_no_field_holds_are_refused_first(wrong: dict[str, Any], match: str) -> None:
-    a, b = build(RingLayout(2, num_cores=2, slot_nbytes=64, num_slots=4))
-    arguments = {"nbytes": 64, "peer": 1, "event_id": 1, "cores": 1, **wrong}
-    for call, buffer in (
-        (a.send, "src"),
-        (a.send_async, "src"),
-        (a.receive, "dst"),
-        (a.receive_async, "dst"),
-    ):
-        with pytest.raises((AddressError, ProtocolError), match=match):
-            await a.die.spawn(call(**{buffer: out(a)}, **arguments))
-    assert a.die.clock.now == 0
-    fill(a, b"x" * 64)
-    await run((a, a.send(out(a), 64, 1, 1)), (b, b.receive(inbox(b), 64, 0, 1)))
-    assert received(b, 64) == b"x" * 64
 
 
 @pytest.mark.parametrize(

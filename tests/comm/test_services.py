@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.comm.services import LAYERS, LAYOUT, attend, expected, logical, same, serve, tokens
 from tests.comm.tools import quantize, same_bits
@@ -117,38 +115,6 @@ def test_a_slot_is_changed_by_who_has_it() -> None:
             assert state in (SlotState.EMPTY, SlotState.DONE)
         elif event not in ends:
             assert state == SlotState.WRITTEN
-
-
-# ---- bits -------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 5), st.integers(1, 3), st.booleans())
-def test_answers_are_the_oracles(seed: int, clients: int, servers: int, top_k: int, quantized: bool) -> None:
-    rng = np.random.default_rng(seed)
-    num_experts = max(top_k, int(rng.integers(1, 3 * servers + 1)))
-    dies = [int(die) for die in rng.permutation(48)[: clients + servers]]
-    rank = tuple(int(each) for each in rng.integers(0, servers, num_experts))
-    layout = ServiceLayout(
-        tuple(dies[:clients]), Group(tuple(dies[clients:]), rank), int(rng.integers(1, 6)), top_k,
-        int(rng.integers(1, 40)), quantized, num_slots=int(rng.integers(1, 3)),
-        announces=bool(rng.integers(0, 2)),
-    )  # fmt: skip
-    batching = Batching(int(rng.integers(1, clients + 2)), int(rng.integers(0, 50_000)))
-    built = build(layout, seed, batching)
-    work = [
-        [tokens(rng, layout, int(rng.integers(0, layout.max_tokens + 1))) for _ in range(2 * LAYERS)]
-        for _ in range(clients * layout.num_slots)
-    ]
-    sides = [side for each in built.clients for side in each]
-
-    async def main() -> list[Any]:
-        return await run(built, *(attend(side, b) for side, b in zip(sides, work, strict=True)))
-
-    for found, batches in zip(asyncio.run(main()), work, strict=True):
-        assert isinstance(found, list), found
-        for result, batch in zip(found, batches, strict=True):
-            assert same_bits(result, expected(layout, batch))
 
 
 # ---- one request, byte by byte ----------------------------------------------------------------------
