@@ -54,6 +54,8 @@ class Survivors(Protocol):
 
     async def spare_prefill(self) -> bool: ...
 
+    def take_back(self, te: TEPlan, well: Sequence[int]) -> None: ...
+
 
 def what_helps(plan: PodPlan, te: TEPlan, lost: Collection[int]) -> str:
     """Name settings to make requests outlive the loss of these dies of a TE: each alone suffices. Called
@@ -179,8 +181,7 @@ class Failover:
         """Test the dies of a given-up TE and free those that passed."""
         await until_unused(te)
         well = await well_dies(self._pod, te.every_die, self._timeout_ns)
-        te.release()
-        self._pod.restore(well)
+        self._group.take_back(te, well)
 
     async def _replace(self, role: Role, spare: int = 0) -> bool:
         """Stage 2: bring up a TE of the role, leaving `spare` dies free. Returns whether it serves."""
