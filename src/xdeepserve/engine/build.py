@@ -318,7 +318,7 @@ class PodPlan:
             found = {each.name.removeprefix(prefix) for each in regions if each.name.startswith(prefix)}
             lost[page.die] = lost.get(page.die, set()) | found
         await read_again(te, te.all_memories, lost)
-        if not te.is_lost:
+        if self.pod.lost.isdisjoint(te.every_die):
             self._digests.check_arrays(te.all_memories, "storage", lost)
 
     async def bring_server(self, te: TEPlan, die: int, mem: ExpertMemory) -> None:

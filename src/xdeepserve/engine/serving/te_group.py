@@ -118,7 +118,8 @@ class TEGroup:
         te = next((te for te in running if die in te.plan.every_die), None)
         if te is None:
             return None
-        unheard = [each for te in running for each in te.needed_dies if each in self._plan.pod.lost]
+        believed = [die for te in running for die in (*te.needed_dies, *te.members.taking_part)]
+        unheard = [each for each in believed if each in self._plan.pod.lost]
         if unheard:
             return f"nobody has found yet that die {unheard[0]} is lost: ask for something first"
         loss = te.foreseen(die)
@@ -365,7 +366,7 @@ class TEGroup:
         """Explain why no TE comes up in the place of a lost one; None if failover is to try."""
         if loss.is_foreseen:
             others = [other.plan for other in self._je.tes.ready("prefill")]
-            return failover.cannot_replace(te.plan, loss.dies[0], others)
+            return failover.cannot_replace(te.plan, loss.dies[0], others, self.lost_dies)
         if te.life != "ready":
             return f"{te.plan.name} is {te.life}"
         return self._end

@@ -148,11 +148,6 @@ class TEPlan:
         return self.services is not None and not self.sizes.place.has_servers_outside and is_alone
 
     @property
-    def is_lost(self) -> bool:
-        """Whether any die of the TE has failed."""
-        return not self.pod.lost.isdisjoint(self.every_die)
-
-    @property
     def has_bad_pages(self) -> bool:
         """Whether the dies' memories have lost pages that are not restored yet."""
         return not self.pod.memories.bad_pages.keys().isdisjoint(self.every_die)
