@@ -120,7 +120,7 @@ class Engine:
             te.start()
             self.je.take(te)
         for outside in self.plan.outside:
-            await outside.start()
+            await outside.start(self._hear)
         self._group.control_plane.start()
         if self._warms_up:
             await self.warm_up()
