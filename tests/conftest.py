@@ -5,6 +5,9 @@ import time
 
 # Quantisation multiplies many small matrices: on a busy machine a second BLAS thread only waits for a core.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# After every turn of every TE, here and in the processes that tests start; deployments that modules make when
+# they are imported ask for this, too.
+os.environ["XDEEPSERVE_INVARIANTS"] = "1"
 
 from collections import Counter
 from collections.abc import Generator, Iterator
@@ -13,7 +16,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests import long_tests
+from tests import breaches, long_tests
 from xdeepserve.model import presets, seeded
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.presets import TinyCheckpoint, resolve_model
@@ -95,10 +98,34 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    # After every turn of every TE, here and in the processes that tests start; those of speed go without.
-    os.environ["XDEEPSERVE_INVARIANTS"] = "0" if item.get_closest_marker("idle") else "1"
+    os.environ["XDEEPSERVE_INVARIANTS"] = "0" if item.get_closest_marker("idle") else "1"  # speed
     if time.monotonic() > item.config.stash[ENDS_AT]:
         pytest.skip("time is up")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    yield
+    forbid_breaches(item)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
+    yield
+    forbid_breaches(item)
+
+
+def forbid_breaches(item: pytest.Item) -> None:
+    """Fail a test in which an invariant was broken, or not checked, whatever the test itself has caught."""
+    marks = {str(kind) for mark in item.iter_markers("invariants") for kind in mark.args}
+    if found := breaches.take(frozenset(marks | ({"off"} if item.get_closest_marker("idle") else set()))):
+        pytest.fail("; ".join(found), pytrace=False)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _breaches_are_noted() -> Iterator[None]:
+    with breaches.noted():
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

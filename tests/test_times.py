@@ -49,6 +49,7 @@ def test_the_histories_show_what_they_are_for() -> None:
             "Withdrawn",
         ),
         *("ServerHeard", "ServerMoved", "ClientLost"),
+        *("DiesLost", "DiesTested", "ReplicasChanged"),
     }
 
 

@@ -105,6 +105,7 @@ async def test_what_happens_to_the_pod(tiny: TinyCheckpoint) -> None:
     assert (lost["lost_dies"], lost["lost_groups"], lost["replaced_by"]) == ([1], [0, 1], "te 1")
     assert lines[0].startswith("die 1 of te is lost; the TE is given up, another TE comes in its place")
     assert [line.partition(" (pod at ")[0] for line in lines[1:]] == [
+        "a test of what te had: die 0 is well, and free again; die 1 is not well, and lost",
         "te 1 loads its weights on die 0",
         "te 1 is ready on die 0",
         "failover has ended: another TE is in the place of each that was given up",

@@ -152,7 +152,8 @@ asyncio.run(stay())
 def test_a_client_whose_machine_is_gone_keeps_no_other_one_out(far: Machine) -> None:
     listener, address = listen(f"tcp:{NEAR}:0")
     known = {part: Window(0, 8) for part in ("card", "slots", "requests", "answers")}
-    nic = Nic(listener, SharedBuffer(8), known, "tiny", "a token")
+    heard: list[Exception] = []
+    nic = Nic(listener, SharedBuffer(8), known, "tiny", "a token", heard.append)
     words = ["ip", "netns", "exec", far.name, sys.executable, "-c", CLIENT, address]
     with subprocess.Popen(words, stdout=subprocess.PIPE) as client:
         try:
@@ -167,3 +168,4 @@ def test_a_client_whose_machine_is_gone_keeps_no_other_one_out(far: Machine) -> 
         finally:
             client.kill()
             nic.close()
+    assert heard == []

@@ -36,10 +36,12 @@ class Far:
         )
         self.windows = windows(layout, pod.memory(node))
         listener, self.address = listen(address)
-        self.nic = Nic(listener, buffer, self.windows, IDENTITY, TOKEN)
+        self.heard: list[Exception] = []
+        self.nic = Nic(listener, buffer, self.windows, IDENTITY, TOKEN, self.heard.append)
 
     def close(self) -> None:
         self.nic.close()
+        assert self.heard == []
 
 
 def free_address(kind: str) -> str:

@@ -339,13 +339,15 @@ async def test_a_connection_that_ends_too_early_ends_nothing_else() -> None:
     listener, address = listen("tcp:127.0.0.1:0")
     known = {part: Window(0, 8) for part in ("card", "slots", "requests", "answers")}
     glitching: Any = Glitching(listener)
-    nic = Nic(glitching, SharedBuffer(8), known, IDENTITY, TOKEN)
+    heard: list[Exception] = []
+    nic = Nic(glitching, SharedBuffer(8), known, IDENTITY, TOKEN, heard.append)
     try:
         link = await open_link(address, "me", IDENTITY, TOKEN)
         assert await link.read(0, 8) == bytes(8)
         link.close("the test is over")
     finally:
         nic.close()
+    assert heard == []
     await asyncio.sleep(0.01)
 
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from tests import breaches
 from xdeepserve import LLM, SamplingParams
+from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.dp.block_table import Holding
+from xdeepserve.engine.dp.events import GroupId, Observed, StepEnded
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.te import invariants
 from xdeepserve.engine.te.invariants import INVARIANTS, Invariant, Turn
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.model.presets import TinyCheckpoint
 
+MADE_ON_IMPORT = resolve("monolithic", [])
 PAGE = Path(__file__).parents[2] / "docs" / "engine.md"
 PROMPT = list(range(5, 25))
 
@@ -74,6 +80,7 @@ BREACHES: tuple[Callable[[Turn], None], ...] = (
 )
 
 
+@pytest.mark.invariants("broken")
 @pytest.mark.parametrize(
     "deployment", ["monolithic", "transformerless"]
 )  # one loop, and one for each DP group
@@ -106,6 +113,7 @@ def test_a_breach_ends_the_te_by_its_sentence(
     assert invariants.is_breach(caught.value)
 
 
+@pytest.mark.invariants("broken")
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -131,6 +139,7 @@ def test_no_other_te_hides_a_breach(
         llm.generate([PROMPT], SamplingParams(max_tokens=6))
 
 
+@pytest.mark.invariants("off")
 @pytest.mark.parametrize("deployment", ["monolithic", "transformerless", "pd"])
 def test_checking_changes_neither_bits_nor_times(deployment: str, tiny: TinyCheckpoint) -> None:
     seen = []
@@ -139,6 +148,84 @@ def test_checking_changes_neither_bits_nor_times(deployment: str, tiny: TinyChec
             outputs = llm.generate([PROMPT, PROMPT[:7]], SamplingParams(max_tokens=6))
             seen.append(([each.outputs[0].token_ids for each in outputs], llm.virtual_ns))
     assert seen[0] == seen[1]
+
+
+APART = ("attention.domains=2", "attention.dies=2", "experts.routed_dies=2", "experts.shared_dies=1")
+KINDS: list[tuple[str, tuple[str, ...], bool]] = [  # and whether DP groups have loops of their own
+    ("monolithic", (), False),
+    ("monolithic", ("execution.overlap=true",), False),
+    ("colocated", ("dies=2",), False),
+    ("colocated", ("dies=2", "lockstep=true"), False),
+    ("pd", ("prefill.dies=1", "decode.dies=2"), False),
+    ("moe-attention", APART, False),
+    ("moe-attention", (*APART, "lockstep=true"), False),
+    ("moe-attention", (*APART, "dataflow=true"), True),
+    ("eaas", (), True),
+    ("transformerless", (*APART, "prefill.dies=1", "prefill.tp=1"), False),
+    ("transformerless", (*APART, "prefill.dies=1", "prefill.tp=1", "dataflow=true"), True),
+]
+
+
+@pytest.mark.parametrize(
+    ("deployment", "overrides", "is_apart", "is_timing_only"),
+    [
+        *((*kind, False) for kind in KINDS),
+        *((*kind, True) for kind in KINDS if "lockstep=true" not in kind[1]),  # computes what others do
+    ],
+)
+def test_every_turn_of_every_te_is_checked(
+    deployment: str,
+    overrides: tuple[str, ...],
+    is_apart: bool,
+    is_timing_only: bool,
+    tiny: TinyCheckpoint,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As tests have it, without a word: at least a check after each step, the last one included."""
+    checks, steps, since = Counter[GroupId](), Counter[GroupId](), Counter[GroupId]()
+
+    def count(turn: Turn) -> None:
+        checks[turn.group.id] += 1
+        since.pop(turn.group.id, None)
+
+    def see(event: Observed) -> None:
+        if isinstance(event, StepEnded):
+            steps[event.group] += 1
+            since[event.group] += 1
+
+    monkeypatch.setattr(invariants, "INVARIANTS", (*INVARIANTS, Invariant("", count)))
+    overrides = ("max_model_len=64", *overrides)
+    with LLM(tiny, deployment, overrides=overrides, timing_only=is_timing_only) as llm:
+        llm.engine.observe(see)
+        llm.generate([PROMPT, PROMPT[:7], PROMPT[3:]], SamplingParams(max_tokens=6, ignore_eos=True))
+        tes = llm.engine.je.tes
+        apart = {te.sizes.walk.flows for te in tes if te.sizes.place.role != "prefill"}
+        assert apart == {is_apart}
+        assert {group.id.te for group in llm.engine.groups} == {group.te for group in checks}
+        assert steps
+        assert all(checks[group] >= count > 0 for group, count in steps.items())
+        assert not since
+
+
+@pytest.mark.invariants("broken")
+def test_no_test_can_swallow_a_breach(tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(invariants, "INVARIANTS", (Invariant("Nothing is broken.", lambda _: "it is"),))
+    with LLM(tiny, "monolithic") as llm, contextlib.suppress(XDeepServeError):
+        llm.generate([PROMPT], SamplingParams(max_tokens=6))
+    (said,) = set(breaches.take(frozenset()))
+    assert "Nothing is broken. But it is" in said
+    assert breaches.take(frozenset()) == []
+
+
+@pytest.mark.invariants("off")
+def test_no_test_runs_a_te_unchecked(tiny: TinyCheckpoint) -> None:
+    with LLM(tiny, "monolithic", invariants=False) as llm:
+        llm.generate([PROMPT], SamplingParams(max_tokens=2))
+    assert breaches.take(frozenset()) == ["TE te runs, and its invariants are not checked"]
+
+
+def test_deployments_that_were_made_before_any_test_are_checked() -> None:
+    assert MADE_ON_IMPORT.invariants
 
 
 def test_the_page_lists_them() -> None:

@@ -10,6 +10,7 @@ from tests.engine.remains import check_nothing_is_left, settled
 from tests.tools import one_die
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.comm.distflow.rules import Cause
+from xdeepserve.engine.dp.events import LinkChanged
 from xdeepserve.engine.job.links import PDLink
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.errors import TransferError
@@ -157,6 +158,8 @@ async def start(tiny: TinyCheckpoint, overrides: list[str], deployment: str = "p
 
 async def test_a_failed_link_is_tried_again_after_a_while_by_one_sequence(tiny: TinyCheckpoint) -> None:
     engine = await start(tiny, [*ONE_EACH, "decode.count=2", "health.probe_s=0.5"])
+    told: list[LinkChanged] = []
+    engine.observe(lambda event: told.append(event) if isinstance(event, LinkChanged) else None)
     wanted = await tokens_of(engine.submit([4] * 60, PARAMS, "well"))
     first, second = engine.je.links
     move, broken = first.flow.backend.move, break_moves(first)
@@ -175,6 +178,11 @@ async def test_a_failed_link_is_tried_again_after_a_while_by_one_sequence(tiny: 
     used = count_moves(first)
     assert await tokens_of(engine.submit([4] * 60, PARAMS, "finds it well")) == wanted
     assert (len(used), first.error, second.error) == (1, None, None)
+    assert [(each.prefill, each.decode, each.is_well) for each in told] == [
+        ("prefill 0", "decode 0", False),
+        ("prefill 0", "decode 0", True),
+    ]
+    assert "no carrier" in told[0].said
     await settled(engine)
     check_nothing_is_left(engine)
     await engine.stop()

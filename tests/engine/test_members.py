@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
-from typing import get_args
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, get_args
 
 import pytest
 
@@ -14,37 +14,180 @@ from xdeepserve.comm.services.layout import Presence
 from xdeepserve.engine.te.members import HEARS, MEMBERS, PRESENCE, TAKES_PART, At, Listener, Move
 from xdeepserve.errors import ProtocolError
 
-OF_THE_POD = {  # files of `engine` that say which dies there are; all other readers of truth are detectors
-    "engine/build.py": "plans on dies that are well, and ends loading where one is lost",
-}
-DETECTORS = {
-    "engine/te/server_monitor.py": "the monitor of servers and clients",
-    "engine/te/lost_pages.py": "a page of a lost die cannot be restored",
-    "engine/te/te_plan.py": "a TE with a lost die is no peer to load from",
-    "engine/serving/te_group.py": "reads of silent memory, by which a loss is known at once",
-    "engine/serving/failover.py": "counts the dies that are well",
-    "engine/run/lockstep/lockstep.py": "a lost die ends the run of all, as its exchange would",
-}
 TRUTH = {("pod", "lost"), ("memories", "silent")}
+GROUND = ("hw/", "comm/")  # what dies do: their reads are answered, or not
+
+# Functions that read what is, and say so at once: by a loss, a move of a member, an event or LostDieError.
+DETECTORS = {
+    "engine/te/server_monitor.py:ServerMonitor._silent_clients": "reads the memory of clients, look by look",
+    "engine/te/server_monitor.py:ServerMonitor.look": "yields the losses that its looks have found",
+    "engine/te/server_monitor.py:ServerMonitor.find_lost": "reads the memory of servers before a rollback",
+    "engine/te/server_monitor.py:ServerMonitor._has_answered": "reads the bell in a server's memory",
+    "engine/te/lost_pages.py:LostPages.mend": "a page of a lost die cannot be restored",
+    "engine/serving/te_group.py:TEGroup._lose_dies": "reads the memory of each die of a TE that is given up",
+    "engine/serving/joining.py:Joining._give_back": "tests the dies of a TE that could not join",
+    "engine/serving/failover.py:Failover._test": "tests the dies of a TE that was given up",
+    "engine/build.py:PodPlan.bring": "looks at the dies of a TE before it serves",
+    "engine/te/server_seats.py:ServerSeats._check_whole": "tests the die of a server before it serves",
+}
+# Functions that read what is and return it: whoever uses one reads what is, too.
+DOORS = {
+    "engine/te/server_monitor.py:ServerMonitor.die_is_well": "a test of a die that serves nothing",
+    "engine/te/server_monitor.py:ServerMonitor.memory_answers": "a read of a die's memory",
+    "hw/pod.py:Pod.find_free": "no die that is lost is free",
+    "hw/pod.py:Pod.free_dies": "no die that is lost is free",
+    "hw/self_test.py:well_dies": "the test itself",
+}
+# Functions that are neither, and why belief is not enough.
+WANTS_TRUTH = {
+    # Whether a fault may be injected: the promise that requests outlive it is about all that is broken.
+    "engine/serving/te_group.py:TEGroup.cannot_lose": "refuses a second loss while one is not found",
+    "page/breaking.py:Breaker.break_die": "no die is broken twice",
+    # Dies are taken from the pod, and the pod has none that are lost.
+    "engine/build.py:PodPlan._moved": "takes free dies for a TE",
+    "engine/te/server_seats.py:ServerSeats._take_die": "takes a free die for a server",
+    "engine/serving/failover.py:what_helps": "names settings by the dies that are free",
+    "engine/serving/failover.py:Failover.cannot_replace": "counts the dies that are free",
+    "engine/serving/failover.py:Failover._replace": "takes free dies for a TE",
+    "engine/serving/failover.py:Failover._restart": "names settings by the dies that are free",
+    # Memory is given back: what runs on a broken die never ends by itself.
+    "engine/te/server_seats.py:ServerSeats._free_when_idle": "ends what runs on a lost die before it is free",
+    "engine/te/listeners.py:listeners": "a memory that does not answer has no slots to release",
+    # Bytes are looked at: a broken memory has been scribbled over.
+    "engine/build.py:PodPlan.mend": "compares weights with their digests",
+    "engine/build.py:PodPlan.bring_server": "compares weights with their digests",
+    "engine/run/lockstep/lockstep.py:Lockstep.check_integrity": "compares weights of dies",
+    "page/die_bytes.py:die_bytes": "shows bytes",
+}
 
 
-def truths(tree: ast.AST) -> Iterator[str]:
-    """Reads of `pod.lost` and `memories.silent`, also of private names."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
-            of = node.value
-            name = of.attr if isinstance(of, ast.Attribute) else of.id if isinstance(of, ast.Name) else ""
-            if (name.lstrip("_"), node.attr) in TRUTH:
-                yield f"{name}.{node.attr}"
+class Piece(NamedTuple):
+    """A function of the sources, or what stands outside of functions, with the names that it reads."""
+
+    place: str
+    used: frozenset[str]
+    forwarded: frozenset[str]  # those that it returns as something to decide by
+
+    @property
+    def name(self) -> str:
+        return self.place.rpartition(":")[2].rpartition(".")[2]
+
+    @property
+    def file(self) -> str:
+        return self.place.partition(":")[0]
+
+
+SAYINGS = {"None", "str | None", "Iterator[Loss]"}  # what says that something is lost, and is no truth to ask
+
+
+def pieces() -> Iterator[Piece]:
+    """All pieces of the sources; a function within one belongs to it."""
+    for path in sorted(SRC.rglob("*.py")):
+        file = path.relative_to(SRC).as_posix()
+        for node in tree_of(path).body:
+            is_class = isinstance(node, ast.ClassDef)
+            for each in node.body if is_class else [node]:
+                is_function = isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
+                names = [*([node.name] if is_class else []), *([each.name] if is_function else [])]
+                says = is_function and each.returns is not None and ast.unparse(each.returns) in SAYINGS
+                forwarded = returned_by(each) if is_function and not says else frozenset()
+                yield Piece(f"{file}:{'.'.join(names)}", names_in(each), forwarded)
+
+
+def names_in(node: ast.AST) -> frozenset[str]:
+    """Names that are read in a piece of source; those of the truth come with their owner."""
+    found = set()
+    for each in ast.walk(node):
+        if isinstance(each, ast.Attribute):
+            of = each.value
+            owner = of.attr if isinstance(of, ast.Attribute) else of.id if isinstance(of, ast.Name) else ""
+            owned = owner.lstrip("_"), each.attr
+            found.add(".".join(owned) if owned in TRUTH else each.attr)
+        elif isinstance(each, ast.Name):
+            found.add(each.id)
+    return frozenset(found)
+
+
+def returned_by(function: ast.AST) -> frozenset[str]:
+    """Names in what a function returns or yields, with those that its variables were made of."""
+    made: dict[str, frozenset[str]] = {}
+    returned: frozenset[str] = frozenset()
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.For | ast.NamedExpr):
+            value = node.iter if isinstance(node, ast.For) else node.value
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            flat = [name for each in targets for name in getattr(each, "elts", [each])]
+            for name in {name.id for name in flat if isinstance(name, ast.Name)}:
+                made[name] = made.get(name, frozenset()) | (frozenset() if value is None else names_in(value))
+        elif isinstance(node, ast.Return | ast.Yield) and node.value is not None:
+            returned |= names_in(node.value)
+    while more := frozenset[str]().union(*(made.get(name, ()) for name in returned)) - returned:
+        returned |= more
+    return returned
+
+
+def readers(beyond: Sequence[Piece]) -> tuple[set[str], set[str]]:
+    """Places of pieces that read what is, and of those that forward it, directly or by one that forwards
+    it."""
+    truth, forwards, more = {".".join(each) for each in TRUTH}, set[Piece](), set[Piece]()
+    in_file: dict[str, set[str]] = {}
+
+    def tells(piece: Piece) -> set[str]:
+        return truth | in_file.get(piece.file, set())
+
+    while more := {each for each in beyond if each.forwarded & tells(each)} - forwards:
+        forwards |= more
+        truth |= {each.name for each in more if each.name[0] != "_"}
+        for each in more:
+            in_file.setdefault(each.file, set()).add(each.name)
+    found = {each.place for each in beyond if each.used & tells(each)}
+    return found, {each.place for each in forwards}
 
 
 def test_only_detectors_read_what_is() -> None:
-    found = {
-        path.relative_to(SRC).as_posix()
-        for path in (SRC / "engine").rglob("*.py")
-        if any(truths(tree_of(path)))
-    }
-    assert found == {*DETECTORS, *OF_THE_POD}
+    """All others ask the book, or the log of events; where that is not enough, the table says why."""
+    beyond = [each for each in pieces() if not each.place.startswith(GROUND)]
+    found, forwards = readers(beyond)
+    of_ground = {place.rpartition(":")[2].rpartition(".")[2] for place in DOORS if place.startswith(GROUND)}
+    found |= {each.place for each in beyond if each.used & of_ground}
+    doors = {place for place in DOORS if not place.startswith(GROUND)}
+    assert {place for place in forwards if "._" not in place} == doors
+    assert found == {*DETECTORS, *doors, *WANTS_TRUTH}
+    assert {each.place for each in pieces()} >= {*DOORS}
+
+
+def test_a_property_that_forwards_what_is_is_followed() -> None:
+    """Whoever asks it reads what is, also where another one lies between."""
+    source = """
+class Plan:
+    @property
+    def is_broken(self) -> bool:
+        lost = self._pod.lost
+        return bool(lost)
+
+class Group:
+    def is_no_good(self, plan: Plan) -> bool:
+        return plan.is_broken or self.is_full
+
+    def why_not(self, plan: Plan) -> str | None:
+        return "it is broken" if self.is_no_good(plan) else None
+
+    def places(self) -> list[int]:
+        return self.dies
+"""
+    made = [
+        Piece(f"made_up.py:{owner.name}.{each.name}", names_in(each), returned_by(each))
+        for owner in ast.parse(source).body
+        if isinstance(owner, ast.ClassDef)
+        for each in owner.body
+        if isinstance(each, ast.FunctionDef)
+    ]
+    found, forwards = readers(made)
+    broken, no_good, why = (
+        f"made_up.py:{each}" for each in ("Plan.is_broken", "Group.is_no_good", "Group.why_not")
+    )
+    assert found == {broken, no_good, why}
+    assert forwards >= {broken, no_good}
 
 
 def test_every_state_is_reached_and_left() -> None:

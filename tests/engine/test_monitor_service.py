@@ -141,7 +141,7 @@ async def test_a_monitor_that_says_nothing_is_not_waited_for(monkeypatch: pytest
 
         server = await asyncio.start_server(listen, HOST, 0)
         address = f"{HOST}:{server.sockets[0].getsockname()[1]}"
-        asked = Enlisted(address, TOKEN, asks("a"), lambda text: None, lambda: None)
+        asked = Enlisted(address, TOKEN, asks("a"), lambda text: None, lambda error: None)
         with pytest.raises(XDeepServeError, match=r"cannot be reached: no answer within 0\.3 s"):
             async with asyncio.timeout(BOUND_S):
                 await asyncio.wrap_future(asked.seated)

@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 
 from tests.engine.outside import PATIENCE_S, expected, run, until
+from tests.engine.owners import TRIED, fail
 from xdeepserve import LLM
 from xdeepserve.api.server.engine_metrics import EngineCollector
 from xdeepserve.comm.services.layout import Presence
 from xdeepserve.errors import DeploymentError, FieldError, RequestError, XDeepServeError
-from xdeepserve.remote import outside_reach
+from xdeepserve.remote import outside_reach, watcher
 from xdeepserve.remote.servers_outside import ServersOutside
 
 COPIES = "experts.copies=1"
@@ -146,6 +147,16 @@ def test_the_loss_of_an_only_server_is_said() -> None:
         (servers,) = llm.engine.plan.outside
         servers.children.servers[1].kill()
         with pytest.raises(FieldError, match=r"expert server 1, field state .* no replica of physical"):
+            run(llm)
+
+
+def test_an_error_in_keeping_links_ends_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = ["max_model_len=64", "experts.transport=shm", TWO]
+    with LLM("tiny-random", "eaas", "int8", overrides=overrides) as llm:
+        assert run(llm) == expected("int8")
+        monkeypatch.setattr(watcher, "say", fail)
+        until(lambda: llm.engine.unhealthy_reason, "nobody hears that links are kept no more")
+        with pytest.raises(XDeepServeError, match=TRIED):
             run(llm)
 
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from tests.sources import SRC, tree_of
+from tests.engine.owners import TRIED, fail, fails, nothing_unheard, spawns
+from xdeepserve.comm.distflow import DistFlow
+from xdeepserve.comm.distflow.channels import Channels, plan_channels
 from xdeepserve.comm.distflow.endpoint import Endpoint
+from xdeepserve.comm.distflow.link_probe import plan_link_probe, probe
+from xdeepserve.comm.distflow.send_receive import SendReceiveBackend
 from xdeepserve.comm.distflow.transport import Transport
+from xdeepserve.comm.p2p.handle import PointToPoint
 from xdeepserve.ems.pool_prefixes import PoolPrefixes
 from xdeepserve.engine.balance.reconfigure import Reconfiguration
 from xdeepserve.engine.die import program
@@ -22,7 +27,7 @@ from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.job.admission import AdmissionControl
 from xdeepserve.engine.job.executor import JobExecutor
 from xdeepserve.engine.job.links import Links
-from xdeepserve.engine.serving import te_group
+from xdeepserve.engine.serving import joining, te_group
 from xdeepserve.engine.serving.control_plane import ControlPlane
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.serving.failover import Failover
@@ -32,10 +37,16 @@ from xdeepserve.engine.te import te
 from xdeepserve.engine.te.server_seats import ServerSeats
 from xdeepserve.engine.te.steps_apart import StepsApart
 from xdeepserve.engine.te.steps_together import StepsTogether
+from xdeepserve.engine.walk.schedule import side_by_side
 from xdeepserve.engine.ways.flow.clock import FlowClock
-from xdeepserve.errors import XDeepServeError
+from xdeepserve.errors import HardwareError, XDeepServeError
 from xdeepserve.hw import faults, rdma, self_test
+from xdeepserve.hw.clock import Clock
+from xdeepserve.hw.engines import Copy
 from xdeepserve.hw.faults import Fault
+from xdeepserve.hw.memory import Address
+from xdeepserve.hw.pod import Pod
+from xdeepserve.hw.stream import Stream
 from xdeepserve.llm import LLM, build_engine
 
 PAIR = ("prefill.dies=1", "decode.dies=1")
@@ -168,21 +179,178 @@ KINDS = (
         *(Reconfiguration, "_fetch", "colocated", EPLB, (), False),
     ),
 )
-AWAITED = {  # other places that spawn, and who awaits the process there
-    "comm/distflow/flow.py:DistFlow.transfer": "the caller",
-    "comm/distflow/link_probe.py:_probe_one": "the probe, which looks at both ends then",
-    "comm/distflow/send_receive.py:SendReceiveBackend._send": "the move, which raises the first error",
-    "engine/serving/joining.py:Joining._join": "the TE that joins",
-    "engine/serving/te_group.py:TEGroup._in_the_pod": "who asked for a server that comes or goes",
-    "engine/serving/te_group.py:TEGroup.part_with": "who asked for the end of a TE",
-    "engine/serving/te_group.py:TEGroup.settle": "the end of an engine that is a guest on a pod",
-    "engine/walk/schedule.py:side_by_side": "the step, which raises the first error",
-    "hw/clock.py:Clock.detach": "the owner that each caller of it names",
-    "hw/clock.py:Clock.gather": "the caller",
-    "hw/die.py:Die.detach": "the owner that each caller of it names",
-    "hw/die.py:Die.spawn": "each caller of it",
-    "hw/stream.py:Stream.copy": "the stream, which raises it at its end",
-}
+# ---- processes that somebody awaits -----------------------------------------------------------------
+
+Patch = pytest.MonkeyPatch
+
+
+def pod_of_two() -> Pod:
+    """Two dies with some memory each."""
+    pod = Pod()
+    for die in (0, 1):
+        plan = pod.plan(die)
+        plan.app.alloc("data", 4096)
+        plan_link_probe(plan)
+        plan_channels(plan, 1.0)
+    pod.materialise()
+    return pod
+
+
+def span_of(pod: Pod, die: int) -> Address:
+    return Address(die, pod.memory(die).app.regions["data"].offset)
+
+
+async def started(deployment: str, *overrides: str, **how: Any) -> Engine:
+    overrides = ("max_model_len=128", *overrides)
+    engine = build_engine("tiny-random", deployment, "int8", overrides=overrides, **how)
+    await engine.start()
+    return engine
+
+
+async def a_transfer(patch: Patch) -> None:
+    pod = pod_of_two()
+    flow = DistFlow(pod)
+    flow.link_cluster({"a": [0], "b": [1]})
+    patch.setattr(Transport, "move", fails)
+    try:
+        await flow.transfer([(span_of(pod, 0), 64)], [(span_of(pod, 1), 64)])
+    finally:
+        flow.close()
+
+
+async def a_dummy_payload(patch: Patch) -> None:
+    pod = pod_of_two()
+    backend = DistFlow(pod).backend
+    patch.setattr(type(backend), "move", fails)
+    await pod.clock.spawn(probe(pod, backend, [(0, 1)], 10**6))
+
+
+async def a_kernel_that_receives(patch: Patch) -> None:
+    pod = pod_of_two()
+    patch.setattr(PointToPoint, "receive_pieces", fails)
+    backend = SendReceiveBackend(Channels(pod, 1.0), 10**9)
+    await pod.clock.spawn(backend.move([Copy(span_of(pod, 0), span_of(pod, 1), 64)], "KV"))
+
+
+async def the_end_of_a_te_that_does_not_join(patch: Patch) -> None:
+    engine = await started("colocated", "dies=1")
+    patch.setattr(joining, "serve_dummy", fails_by_hardware)
+    patch.setattr(joining, "until_unused", fails)
+    try:
+        await engine.add_te("both")
+    finally:
+        patch.undo()
+        await engine.stop()
+
+
+async def fails_by_hardware(*_: Any) -> None:
+    raise HardwareError("the first of two errors")
+
+
+async def a_server_that_comes(patch: Patch) -> None:
+    engine = await started("eaas", "experts.vacancies=1")
+    patch.setattr(ServerSeats, "join", fails)
+    try:
+        await engine.add_server()
+    finally:
+        await engine.stop()
+
+
+async def a_te_that_goes(patch: Patch) -> None:
+    engine = await started("pd", *TWO)
+    patch.setattr(te.TE, "leave", fails)
+    try:
+        await engine.remove("prefill 1")
+    finally:
+        await engine.stop()
+
+
+async def the_end_of_a_guest(patch: Patch) -> None:
+    host = await started("colocated", "dies=1")
+    guest = await started("colocated", "dies=1", pod=host.plan.pod)
+    patch.setattr(te_group, "until_unused", fails)
+    try:
+        await guest.stop()
+    finally:
+        patch.undo()
+        await host.stop()
+
+
+async def a_part_of_a_step(_: Patch) -> None:
+    clock = Clock()
+    await clock.spawn(side_by_side(clock, [partial(clock.sleep, 10**9), fails]))
+
+
+async def a_detached_process(_: Patch) -> None:
+    clock, heard = Clock(), list[Exception]()
+    await clock.detach(fails(), "detached", heard.append)
+    raise heard[0]
+
+
+async def one_of_several(_: Patch) -> None:
+    clock = Clock()
+    await clock.spawn(clock.gather(clock.sleep(10), fails(), clock.sleep(20)))
+
+
+async def a_detached_program_of_a_die(_: Patch) -> None:
+    heard: list[Exception] = []
+    await pod_of_two().dies[0].detach(fails(), "detached", heard.append)
+    raise heard[0]
+
+
+async def a_program_of_a_die(_: Patch) -> None:
+    await pod_of_two().dies[0].spawn(fails())
+
+
+async def a_chunk_of_a_stream(_: Patch) -> None:
+    pod = pod_of_two()
+
+    async def kernel() -> None:
+        stream = Stream(pod.dies[0].mte, "chunks")
+        await stream.copy([Copy(span_of(pod, 0), span_of(pod, 1), 64)], 1, on_stored=fail)
+        await stream.drain()
+
+    await pod.dies[0].spawn(kernel())
+
+
+class Awaited(NamedTuple):
+    """A place that spawns what somebody awaits, and a way to fail there, which raises what that one hears."""
+
+    site: str
+    owner: str
+    tries: Callable[[Patch], Awaitable[None]]
+
+
+AWAITED = (
+    Awaited("comm/distflow/flow.py:DistFlow.transfer", "the caller", a_transfer),
+    Awaited("comm/distflow/link_probe.py:_probe_one", "who looks for a way", a_dummy_payload),
+    Awaited(
+        "comm/distflow/send_receive.py:SendReceiveBackend._send", "the move, at once", a_kernel_that_receives
+    ),
+    Awaited(
+        "engine/serving/joining.py:Joining._join", "who asked for the TE", the_end_of_a_te_that_does_not_join
+    ),
+    Awaited(f"{GROUP}._in_the_pod", "who asked for a server that comes or goes", a_server_that_comes),
+    Awaited(f"{GROUP}.part_with", "who asked for the end of a TE", a_te_that_goes),
+    Awaited(f"{GROUP}.settle", "who stops an engine that is a guest on a pod", the_end_of_a_guest),
+    Awaited("engine/walk/schedule.py:side_by_side", "the step, which ends its other parts", a_part_of_a_step),
+    Awaited("hw/clock.py:Clock.detach", "the owner that each caller of it names", a_detached_process),
+    Awaited("hw/clock.py:Clock.gather", "the caller", one_of_several),
+    Awaited("hw/die.py:Die.detach", "the owner that each caller of it names", a_detached_program_of_a_die),
+    Awaited("hw/die.py:Die.spawn", "each caller of it", a_program_of_a_die),
+    Awaited("hw/stream.py:Stream.copy", "the kernel, which raises it at its next word", a_chunk_of_a_stream),
+)
+
+
+@pytest.mark.parametrize("awaited", AWAITED, ids=lambda awaited: awaited.site)
+async def test_whoever_awaits_hears_the_error(awaited: Awaited, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error comes to its owner by name; nothing hangs, and no other error is left unheard."""
+    async with nothing_unheard():
+        with pytest.raises(ZeroDivisionError, match=TRIED):
+            await awaited.tries(monkeypatch)
+
+
+# ---- detached processes -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
@@ -191,9 +359,6 @@ def test_an_error_is_heard(kind: Kind, monkeypatch: pytest.MonkeyPatch, tmp_path
     overrides = ("max_model_len=128", "cache.num_blocks=8", "scheduler.max_num_seqs=2", *kind.overrides)
     if kind.owner is PoolPrefixes:
         overrides += (f"ems.path={tmp_path}", "ems.block_size=16", "ems.servers=2")
-
-    async def fails(*_: Any) -> None:
-        raise ZeroDivisionError("tried on purpose")
 
     if kind.owner is JobExecutor:
         monkeypatch.setattr(Links, "choose", lambda *_: None)
@@ -213,7 +378,7 @@ def test_an_error_is_heard(kind: Kind, monkeypatch: pytest.MonkeyPatch, tmp_path
             monkeypatch.setattr(kind.owner, kind.method, fails)
         # Who asked for something hears the error itself.
         is_asked = kind.meanwhile in (adds_a_te, removes_a_te)
-        with pytest.raises(ZeroDivisionError if is_asked else XDeepServeError, match="tried on purpose"):
+        with pytest.raises(ZeroDivisionError if is_asked else XDeepServeError, match=TRIED):
             llm.generate(prompts, params, meanwhile=kind.meanwhile)
 
 
@@ -221,17 +386,17 @@ def test_an_error_is_heard(kind: Kind, monkeypatch: pytest.MonkeyPatch, tmp_path
 async def test_an_error_is_heard_after_its_asker_has_gone(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who asked for a TE or a server to leave was cancelled; then the engine hears of an error in that."""
 
-    async def fails(*_: Any) -> None:
+    async def fails_late(*_: Any) -> None:
         await engine.plan.pod.clock.sleep(1_000_000)
-        raise ZeroDivisionError("tried on purpose")
+        raise ZeroDivisionError(TRIED)
 
     if what == "remove":
-        monkeypatch.setattr(te.TE, "leave", fails)
+        monkeypatch.setattr(te.TE, "leave", fails_late)
         engine = build_engine("tiny-random", "pd", "int8", overrides=[*TWO, "max_model_len=128"])
         await engine.start()
         asked = asyncio.ensure_future(engine.remove("prefill 1"))
     else:
-        monkeypatch.setattr(ServerSeats, "leave", fails)
+        monkeypatch.setattr(ServerSeats, "leave", fails_late)
         engine = build_engine("tiny-random", "eaas", "int8", overrides=["max_model_len=128"])
         await engine.start()
         asked = asyncio.ensure_future(engine.remove_server("te", 0))
@@ -241,32 +406,15 @@ async def test_an_error_is_heard_after_its_asker_has_gone(what: str, monkeypatch
         await asked
     await engine.settle()
     assert engine.unhealthy_reason is not None
-    assert "tried on purpose" in engine.unhealthy_reason
+    assert TRIED in engine.unhealthy_reason
     await engine.stop()
-
-
-def spawns() -> Iterator[tuple[str, ast.Call, bool]]:
-    """Calls of `spawn` and `detach` in the sources: file and function, the call, and whether its result is
-    dropped."""
-    for path in sorted(SRC.rglob("*.py")):
-        yield from _spawns_in(tree_of(path), f"{path.relative_to(SRC)}:")
-
-
-def _spawns_in(node: ast.AST, where: str) -> Iterator[tuple[str, ast.Call, bool]]:
-    for value in ast.iter_child_nodes(node):
-        is_named = isinstance(value, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-        is_call = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)
-        if is_call and value.func.attr in ("spawn", "detach") and value.args:
-            yield where, value, isinstance(node, ast.Expr)
-        inside = f"{where}{'' if where.endswith(':') else '.'}{value.name}" if is_named else where
-        yield from _spawns_in(value, inside)
 
 
 def test_every_place_that_spawns_is_in_the_tables() -> None:
     """Whoever spawns in another place adds a kind of process, with an error that somebody hears."""
     rooms = ("comm/", "ems/", "engine/", "hw/")
     found = {where for where, _, _ in spawns() if where.startswith(rooms)}
-    assert found == {kind.site for kind in KINDS} | set(AWAITED)
+    assert found == {each.site for each in (*KINDS, *AWAITED)}
 
 
 def test_no_process_is_without_an_owner() -> None:

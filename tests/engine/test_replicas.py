@@ -20,6 +20,7 @@ from xdeepserve.engine.description import describe
 from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.die.replicas import NOTHING, RedundantSlots, ReplicaMap, primaries_only
 from xdeepserve.engine.die.workspace import Workspace
+from xdeepserve.engine.dp.events import ReplicasChanged
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.messages import LoadExperts, SetExpertMap
 from xdeepserve.engine.plans import StepPlan
@@ -412,9 +413,13 @@ def test_no_interval_no_replicas(tiny: TinyCheckpoint, expected: str) -> None:
 
 
 def test_metrics_tell_how_uneven_the_load_is(tiny: TinyCheckpoint) -> None:
+    told: list[ReplicasChanged] = []
     with LLM(tiny, "colocated", overrides=COLOCATED) as llm:
+        llm.engine.observe(lambda event: told.append(event) if isinstance(event, ReplicasChanged) else None)
         llm.generate(PROMPTS, PARAMS)
         stats = llm.engine.stats()
+        assert stats.num_reconfigurations == len(told)
+        assert all(each.te == "te" and each.num_slots > 0 for each in told)
         assert stats.num_reconfigurations == reconfigurations(llm)[0].num_done > 0
         assert [(each.te, each.layer) for each in stats.expert_load] == [("te", 1), ("te", 2), ("te", 3)]
         for each in stats.expert_load:

@@ -34,7 +34,7 @@ from xdeepserve.errors import (
     XDeepServeError,
 )
 from xdeepserve.hw.accelerators import ACCELERATORS, atlas_a2
-from xdeepserve.hw.clock import Clock
+from xdeepserve.hw.clock import Clock, Hears
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.spec import Param, Spec
 from xdeepserve.hw.topology import Topology
@@ -79,8 +79,11 @@ class OutsideServers(Protocol):
         The servers load their weights meanwhile.
         """
 
-    async def start(self) -> None:
-        """Wait for links to servers of all experts; raise XDeepServeError if some cannot be reached."""
+    async def start(self, hears: Hears) -> None:
+        """Wait for links to servers of all experts; raise XDeepServeError if some cannot be reached.
+
+        `hears` is told of an error by which links are no longer kept.
+        """
 
     async def stop(self) -> None:
         """End all links and server processes."""
@@ -318,7 +321,7 @@ class PodPlan:
             found = {each.name.removeprefix(prefix) for each in regions if each.name.startswith(prefix)}
             lost[page.die] = lost.get(page.die, set()) | found
         await read_again(te, te.all_memories, lost)
-        if not te.is_lost:
+        if self.pod.lost.isdisjoint(te.every_die):
             self._digests.check_arrays(te.all_memories, "storage", lost)
 
     async def bring_server(self, te: TEPlan, die: int, mem: ExpertMemory) -> None:

@@ -263,7 +263,7 @@ class Loading:
             num_lost_pages = peer.num_lost_pages
             with suppress(LostDieError, BrokenForkError):  # its memory does not answer
                 await self._read_peer(peer, before, is_timing_only)
-                if not peer.is_lost and peer.num_lost_pages == num_lost_pages:
+                if not peer.is_given_up and peer.num_lost_pages == num_lost_pages:
                     return True
             self.fork.break_off()
             self._failed.append(peer)
@@ -277,6 +277,7 @@ class Loading:
         try:
             if is_timing_only:
                 await fork.pass_time(most_nbytes(te))
+                te.pod.memories.check_alive(peer.every_die)  # as the DMA does when bytes move
                 return
             pieces = {die: _copies(theirs, mine) for (_, theirs), (die, mine) in pairs}
             self.done, self.total = 0, sum(each.nbytes for copies in pieces.values() for each in copies)

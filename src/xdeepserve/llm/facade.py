@@ -162,7 +162,7 @@ class LLM:
             parts = ["closed"]
         elif self.engine.unhealthy_reason is not None:
             parts = ["has failed"]
-        elif lost := dies & plan.pod.lost:
+        elif lost := dies & self.engine.lost_dies:
             parts.append(f"{len(lost)} lost")
         parts += [
             f"{_counted(self._num_served, 'request')} served",

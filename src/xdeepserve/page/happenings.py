@@ -45,13 +45,14 @@ class Happenings:
         self._seen: dict[int, _Noticed] = {}
         self._events: deque[EventRow] = deque(maxlen=KEPT_EVENTS)
         self._num_events = 0
-        self._lost: set[int] = set()
         self.num_tokens = 0
 
     def see(self, event: Observed) -> None:
         """Note an event of the engine."""
         if event.kind:
-            self.note(event.kind, event.said, getattr(event, "die", -1))
+            self._num_events += 1
+            row = self._num_events, self._now_ns(), event.kind, event.said, getattr(event, "die", -1)
+            self._events.append(EventRow(*row))
         match event:
             case events.StepEnded():
                 for share in event.shares:
@@ -71,27 +72,6 @@ class Happenings:
     def forget_open(self) -> None:
         """Forget the requests still open, since no watcher will see them end."""
         self._seen = {seq_id: seen for seq_id, seen in self._seen.items() if seen.state == "ended"}
-
-    def lose(self, lost: set[int], broken: set[int]) -> None:
-        """Note dies newly lost, and dies free again.
-
-        `lost` are the dies that no TE may hold now: the `broken` ones, and those given up with them until
-        they are known to be well.
-        """
-        new, well = lost - self._lost, self._lost - lost
-        for die in sorted(new & broken):
-            self.note("fault", f"die {die} is lost", die)
-        for dies, text in ((new - broken, "given up with a TE that is lost"), (well, "well, and free again")):
-            if dies:
-                first, last = min(dies), max(dies)
-                which = f"die {first} is" if first == last else f"{len(dies)} of dies {first} to {last} are"
-                self.note("fault", f"{which} {text}", first)
-        self._lost = set(lost)
-
-    def note(self, kind: str, text: str, die: int = -1) -> None:
-        """Add a line to the events."""
-        self._num_events += 1
-        self._events.append(EventRow(self._num_events, self._now_ns(), kind, text, die))
 
     def _at(self, event: events.AtGroup, state: str) -> None:
         seen = self._sequence(event.seq_id)

@@ -83,7 +83,7 @@ class NowPart(msgspec.Struct, frozen=True):
     num_waiting: int
     num_tokens: int  # generated while somebody watched
     lives: list[str]  # of each TE
-    lost: list[int]  # dies
+    lost: list[int]  # dies, as the engine has found
     lost_servers: list[int]  # dies of expert servers that clients leave out
 
 
@@ -111,7 +111,7 @@ class RequestRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EventRow(msgspec.Struct, frozen=True, array_like=True):
-    """An event of the pod: kind is `fault`, or that of the event's class (`engine/dp/events.py`)."""
+    """An event of the pod; `kind` is that of the event's class (`engine/dp/events.py`)."""
 
     number: int
     ns: int

@@ -70,19 +70,15 @@ def _ends(held: range) -> tuple[int, int]:
 
 def now_part(engine: Engine, num_tokens: int) -> NowPart:
     """Make the part of the moment: time, queues, lives of TEs, lost dies."""
-    plan, groups = engine.plan, engine.groups
-    lost_servers = [
-        seat.die
-        for seat in engine.servers()
-        if seat.presence == "lost" and seat.die is not None and seat.die not in plan.pod.lost
-    ]
+    groups = engine.groups
+    lost_servers = [server.die for te in engine.je.tes for server in te.members.silent]
     return NowPart(
-        ns=plan.pod.clock.now,
+        ns=engine.plan.pod.clock.now,
         num_running=sum(len(group.places.running) for group in groups),
         num_waiting=sum(group.places.num_waiting for group in groups) + engine.je.num_pending,
         num_tokens=num_tokens,
         lives=[te.life for te in engine.je.tes],
-        lost=sorted(plan.pod.lost),
+        lost=sorted(engine.lost_dies.difference(lost_servers)),
         lost_servers=lost_servers,
     )
 

@@ -83,7 +83,6 @@ class Look:
         """Look at everything, and return the number of new bytes."""
         engine, happened = self._engine, self.happenings
         pod = pod_part(engine, self._no_kill)
-        happened.lose(engine.plan.pod.lost, engine.plan.pod.memories.silent)
         parts: dict[str, Part | None] = {
             "pod": pod,
             "now": now_part(engine, happened.num_tokens),

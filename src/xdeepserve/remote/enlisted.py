@@ -23,7 +23,7 @@ class Enlisted:
     """Membership of a server process with the monitor, kept up in a thread.
 
     `seated` is the seat and its epoch, or why there is none. `tell` is told what the monitor says later;
-    `gone` is called from this thread when the server may go.
+    `gone` is called from this thread when the server may go, or with the error that has ended the thread.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Enlisted:
         token: str,
         asked: Register,
         tell: Callable[[str], None],
-        gone: Callable[[], None],
+        gone: Callable[[Exception | None], None],
     ) -> None:
         self._monitor, self._token, self._asked = monitor, token, asked
         self._tell, self._gone = tell, gone
@@ -66,7 +66,13 @@ class Enlisted:
                     self.seated.set_exception(error)
                 else:
                     self._tell(str(error))
-                    self._gone()
+                    self._gone(None)
+                return
+            except Exception as error:
+                if not self.seated.done():
+                    self.seated.set_exception(error)
+                else:
+                    self._gone(error)
                 return
             await asyncio.sleep(AGAIN_S)
 
@@ -86,12 +92,17 @@ class Enlisted:
             if not self.seated.done():
                 self.seated.set_result(seated)
             beats = asyncio.ensure_future(self._beat(writer, seated.beat_s))
+            beats.add_done_callback(
+                lambda _: reader.feed_eof()
+            )  # beats end only by an error, or with the talk
             try:
                 while (said := await hear(reader, ToServer, "the monitor")) is not None:
                     if isinstance(said, Go):
-                        self._gone()
+                        self._gone(None)
                     elif isinstance(said, Refused):
                         self._tell(said.why)
+                if beats.done():
+                    beats.result()
             finally:
                 beats.cancel()
         finally:

@@ -10,6 +10,7 @@ import asyncio
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -77,8 +78,12 @@ class ExpertProcess:
     async def _serve(self, listener: socket.socket, address: str) -> None:
         ends, loop = asyncio.Event(), asyncio.get_running_loop()
 
-        def let_go() -> None:
-            loop.call_soon_threadsafe(ends.set)
+        def end(error: Exception | None) -> None:
+            self._failure = self._failure or error
+            ends.set()
+
+        def let_go(error: Exception | None) -> None:
+            loop.call_soon_threadsafe(end, error)
 
         name = self._task.name or f"{os.uname().nodename}-{os.getpid()}"
         asked = Register(name, self._identity, address, experts_held(self._placed), self._task.seat)
@@ -95,9 +100,9 @@ class ExpertProcess:
         program, buffer = self._build(seat, seated.epoch)
         await self._pod.clock.spawn(program.warm_up(), name="warm up")
         known = windows(self._layout, program.die.memory)
-        nic = Nic(listener, buffer, known, self._identity, self._task.token)
-        running = program.die.spawn(program.run(), "experts")
-        watching = self._pod.clock.spawn(self._fail(program, ends), name="reports")
+        nic = Nic(listener, buffer, known, self._identity, self._task.token, let_go)
+        running = program.die.detach(program.run(), "experts", end)
+        watching = self._pod.clock.detach(self._hear_reports(end), "reports", end)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled, enlisted, ends)
         enlisted.serve(lambda count: self._ring(program, count))
@@ -149,13 +154,12 @@ class ExpertProcess:
         threads = Threads(self._deployment.threads)
         return ExpertServerProgram(die, mem, server, threads, Computing(die), self._reports), buffer
 
-    async def _fail(self, program: ExpertServerProgram, ends: asyncio.Event) -> None:
-        """End the process when the program of the die has failed."""
+    async def _hear_reports(self, end: Callable[[Exception], None]) -> None:
+        """End the process when a kernel of the die has failed."""
         while True:
             report = await self._reports.get()
             if isinstance(report, StepFailed):
-                self._failure = report.error
-                ends.set()
+                end(report.error)
 
     def _signalled(self, enlisted: Enlisted, ends: asyncio.Event) -> None:
         """Handle a signal: the first asks the monitor for permission to leave, the second ends the
@@ -191,9 +195,15 @@ def end_with_parent() -> None:
     """End the process when standard input is closed, that is, when its parent has ended."""
 
     def wait() -> None:
-        while os.read(0, 4096):  # not by sys.stdin, whose lock an end of the process would wait for
-            pass
-        os._exit(0)
+        code = 1
+        try:
+            while os.read(0, 4096):  # not by sys.stdin, whose lock an end of the process would wait for
+                pass
+            code = 0
+        except Exception as error:
+            print(f"xdeepserve: the parent cannot be watched: {error!r}", file=sys.stderr, flush=True)
+        finally:
+            os._exit(code)
 
     threading.Thread(target=wait, name="parent", daemon=True).start()
 

@@ -24,11 +24,13 @@ TRIES = 5  # of those in a row, and it is given up
 
 
 class Kept(msgspec.Struct):
-    """State of a kept server: process id, exit codes of earlier processes, and whether it is given up."""
+    """State of a kept server: process id, exit codes of earlier processes, whether it is given up, and the
+    error of the keeper by which it is."""
 
     pid: int
     ended: list[int]
     is_given_up: bool
+    error: str = ""
 
 
 class Keeper:
@@ -79,6 +81,12 @@ class Keeper:
         self._kept = Kept(self._process.pid, self._kept.ended, False)
 
     def _keep(self) -> None:
+        try:
+            self._keep_running()
+        except Exception as error:
+            self._kept = Kept(self._kept.pid, self._kept.ended, True, repr(error))
+
+    def _keep_running(self) -> None:
         """Check the process every `CHECK_S` seconds and start another when it has ended."""
         in_a_row = 0
         while True:

@@ -125,6 +125,8 @@ class MonitorService:
             say(writer, Refused(why))
         except asyncio.CancelledError:
             pass
+        except Exception as error:
+            self._tell(f"a connection has ended by an error of the monitor: {error!r}")
         finally:
             self._tasks.discard(task)
             with suppress(OSError):
@@ -190,10 +192,15 @@ class MonitorService:
 
     async def _lead_away(self, version: int, writer: asyncio.StreamWriter) -> None:
         """Let a server go when all clients have seen the new list, or after `SEEN_S` seconds."""
-        await self._publish()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(SEEN_S), self._news:
-                await self._news.wait_for(lambda: all(seen >= version for seen in self._clients.values()))
+        try:
+            await self._publish()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(SEEN_S), self._news:
+                    await self._news.wait_for(lambda: all(seen >= version for seen in self._clients.values()))
+        except Exception as error:
+            self._tell(why := f"clients could not be led away by an error of the monitor: {error!r}")
+            say(writer, Refused(why))
+            return
         say(writer, Go())
 
     # ---- clients ------------------------------------------------------------------------------------

@@ -44,7 +44,8 @@ AGAIN_S = 0.05  # after a connection that could not be accepted
 class Nic:
     """Network card of a server process.
 
-    Serves a single client process at a time, from its own threads, until `close`.
+    Serves a single client process at a time, from its own threads, until `close`. `hears` is told, in such a
+    thread, of an error after which nobody can connect any more.
     """
 
     def __init__(
@@ -54,8 +55,9 @@ class Nic:
         known: dict[str, Window],
         identity: str,
         token: str,
+        hears: Callable[[Exception], object],
     ) -> None:
-        self._listener, self._buffer, self._known = listener, buffer, known
+        self._listener, self._buffer, self._known, self._hears = listener, buffer, known, hears
         self._identity, self._token = identity, token
         self._shares = listener.family == socket.AF_UNIX
         self._lock, self._ends = threading.Lock(), threading.Event()
@@ -86,6 +88,13 @@ class Nic:
         thread.start()
 
     def _accept(self) -> None:
+        try:
+            self._accept_all()
+        except Exception as error:
+            self._hears(error)
+
+    def _accept_all(self) -> None:
+        """Accept connections until the card is closed, and serve each in a thread."""
         while True:
             try:
                 sock, _ = self._listener.accept()
@@ -118,6 +127,8 @@ class Nic:
                     self._execute(sock, stream)
         except (OSError, ProtocolError, AddressError) as error:
             self.refusals = [*self.refusals[-9:], str(error)]
+        except Exception as error:
+            self.refusals = [*self.refusals[-9:], repr(error)]
         finally:
             with self._lock:
                 self._open.discard(sock)

@@ -87,6 +87,8 @@ class Placed:
             self._seen[seat] = kept
 
     def _compare(self, seat: int, before: Kept | None, now: Kept) -> None:
+        if now.error:
+            raise XDeepServeError(f"server {seat} is kept no more: {now.error}")
         if now.is_given_up:
             code = now.ended[-1]
             raise XDeepServeError(f"server {seat} has ended {TRIES} times in a row, at last with code {code}")

@@ -142,6 +142,8 @@ class CardLink:
                     future.set_result(data)
         except (OSError, EOFError, struct.error, IndexError) as error:
             why = f"{why}{f': {error}' if isinstance(error, OSError) else ''}"
+        except Exception as error:
+            why = f"its answers cannot be read: {error!r}"
         finally:
             self.close(why)
 

@@ -12,6 +12,7 @@ from xdeepserve.engine.deploy.deployment import Deployment, ExpertConfig
 from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.engine.ways.services.real import identity
 from xdeepserve.errors import DeploymentError
+from xdeepserve.hw.clock import Hears
 from xdeepserve.model.presets import PRESETS
 from xdeepserve.model.weights import Recipe
 from xdeepserve.remote.children import Children, MonitorTask, ServerTask
@@ -84,10 +85,11 @@ class ServersOutside:
             )
         )
 
-    async def start(self) -> None:
-        """Wait until there are links to servers of all experts. Raises XDeepServeError if that fails."""
+    async def start(self, hears: Hears) -> None:
+        """Wait until there are links to servers of all experts. Raises XDeepServeError if that fails; `hears`
+        is told of an error in keeping these links."""
         assert self.monitor is not None
-        self.watcher.start(self.monitor, self._token, self._identity)
+        self.watcher.start(self.monitor, self._token, self._identity, hears)
         await self.watcher.ready(self.children.check)
 
     async def stop(self) -> None:

@@ -12,10 +12,12 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from xdeepserve.comm.services.layout import SEAT, Presence, ServiceLayout
-from xdeepserve.errors import DeploymentError, InputError, ProtocolError, XDeepServeError
+from xdeepserve.errors import DeploymentError, InputError, ProtocolError, XDeepServeError, as_named
+from xdeepserve.hw.clock import Hears
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.pod import Pod
 from xdeepserve.remote.handshake import PATIENCE_S, split
@@ -57,11 +59,19 @@ class Watcher:
         """Make the access of a client die to the servers."""
         return OutsideReach(die, self.links)
 
-    def start(self, monitor: str, token: str, identity: str) -> None:
-        """Begin to listen to the monitor; must be called within an event loop."""
+    def start(self, monitor: str, token: str, identity: str, hears: Hears) -> None:
+        """Begin to listen to the monitor, within an event loop; `hears` is told of the error that ends it."""
         self._client = f"{os.getpid()} {secrets.token_hex(8)}"
         self._token, self._monitor, self._identity = token, monitor, identity
-        self._tasks = [asyncio.ensure_future(self._listen()), asyncio.ensure_future(self._follow())]
+        self._hears = hears
+        self._tasks = [asyncio.ensure_future(self._owned(each)) for each in (self._listen(), self._follow())]
+
+    async def _owned(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Exception as error:
+            self.failure = as_named(error)
+            self._hears(error)
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -89,9 +99,6 @@ class Watcher:
             check()
             if self.failure is not None:
                 raise self.failure
-            for task in self._tasks:
-                if task.done():
-                    task.result()
             if time.monotonic() > deadline:
                 raise XDeepServeError(
                     f"the monitor at {self._monitor} knows no server of experts {missing} after "
@@ -118,6 +125,8 @@ class Watcher:
                     return
             except InputError as error:  # the monitor refuses, or cannot be one
                 self.failure = error
+                if self._listed is not None:  # clients go on with the list that they have
+                    print(f"xdeepserve: note: {error}", file=sys.stderr, flush=True)
                 return
             await asyncio.sleep(AGAIN_S)
 
@@ -148,9 +157,8 @@ class Watcher:
                 continue
             for number, seat in enumerate(listed.seats[: len(self.seats)]):
                 self._lead_away(number, seat)
-            async with asyncio.TaskGroup() as group:
-                for number, seat in enumerate(listed.seats[: len(self.seats)]):
-                    group.create_task(self._take(number, seat))
+            seats = enumerate(listed.seats[: len(self.seats)])
+            await asyncio.gather(*(self._take(number, seat) for number, seat in seats))
             say(self._writer, Seen(listed.version))
 
     def _lead_away(self, number: int, seat: SeatView) -> None:

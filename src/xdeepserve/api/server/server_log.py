@@ -21,7 +21,7 @@ from xdeepserve.api.answers.generation import GENERATION
 from xdeepserve.api.server.endpoint import REQUEST_ID
 from xdeepserve.api.server.http_errors import REFUSAL
 from xdeepserve.api.server.options import ServerOptions
-from xdeepserve.engine.dp.events import Event, Observed, TEChanged
+from xdeepserve.engine.dp.events import DiesLost, Event, Observed, TEChanged, named
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.serving.request import AsyncEngine
 
@@ -40,8 +40,8 @@ class PodLog:
         self._engine = engine
 
     def see(self, event: Observed) -> None:
-        """Log an event of dies or TEs; ignore other events."""
-        if isinstance(event, Event) or not event.said:
+        """Log an event of dies or TEs; ignore other events, and what the line of a lost TE says."""
+        if isinstance(event, Event | DiesLost) or not event.said:
             return
         text, at_s = event.said, self._engine.plan.pod.clock.now / 1e9
         if isinstance(event, TEChanged):
@@ -53,9 +53,9 @@ class PodLog:
         """Describe the loss of a TE: its lost dies, the reason, and the consequence."""
         engine, plan = self._engine, self._engine.plan
         dies = next((each.every_die for each in plan.tes if each.sizes.place.name == te), ())
-        lost = sorted(plan.pod.memories.silent.intersection(dies))
+        lost = sorted(engine.je.tell.lost.intersection(dies))
         verb = "is" if len(lost) == 1 else "are"
-        what = f"{_dies(lost)} of {te} {verb} lost" if lost else f"{te} is lost"
+        what = f"{named(lost)} of {te} {verb} lost" if lost else f"{te} is lost"
         if engine.unhealthy_reason is not None and te != engine.failed_te:
             return f"{what if lost else f'{te} ends'}: no TE can serve any more"
         why = engine.unhealthy_reason or str(engine.lost.get(te, "all TEs are started anew"))
@@ -69,7 +69,7 @@ class PodLog:
 
     def _on_dies(self, te: str) -> str:
         dies = next((each.every_die for each in self._engine.plan.tes if each.sizes.place.name == te), ())
-        return f" on {_dies(dies)}" if dies else ""
+        return f" on {named(dies)}" if dies else ""
 
 
 @contextlib.contextmanager
@@ -84,14 +84,6 @@ def pod_logged(engine: AsyncEngine) -> Iterator[None]:
         yield
     finally:
         engine.ignore(observer)
-
-
-def _dies(dies: tuple[int, ...] | list[int]) -> str:
-    """Name dies in words: "die 3", "dies 3 to 5" or "dies 3, 7"."""
-    if len(dies) == 1:
-        return f"die {dies[0]}"
-    is_range = list(dies) == list(range(dies[0], dies[-1] + 1))
-    return f"dies {dies[0]} to {dies[-1]}" if is_range else f"dies {', '.join(map(str, dies))}"
 
 
 class RefusalLog:

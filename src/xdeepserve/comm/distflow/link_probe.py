@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Literal, TypeAlias
 
 from xdeepserve.comm.distflow.backends import Backend
-from xdeepserve.errors import LostDieError
+from xdeepserve.errors import LostDieError, XDeepServeError
 from xdeepserve.hw.engines import Copy
 from xdeepserve.hw.memory import Address, MemoryPlan
 from xdeepserve.hw.pod import Pod
@@ -52,7 +52,7 @@ async def _probe_one(pod: Pod, backend: Backend, src: int, dst: int, timeout_ns:
     pod.memory(dst).write(target + half, bytes(len(payload)))
     copy = Copy(Address(src, source), Address(dst, target + half), len(payload))
     sending = pod.clock.spawn(backend.move([copy], "dummy payload"), name="dummy payload")
-    with suppress(Exception):  # whatever it is, a look at both ends tells whether they are there
+    with suppress(XDeepServeError, OSError):  # a look at both ends tells whether they are there
         await pod.clock.join(sending, pod.clock.now + timeout_ns)
     sending.cancel()
     try:

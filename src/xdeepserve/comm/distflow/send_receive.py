@@ -15,7 +15,7 @@ from typing import Any
 
 from xdeepserve.comm.distflow.channels import RECEIVER, SENDER, Channel, Channels
 from xdeepserve.comm.p2p.layout import MAX_MESSAGE
-from xdeepserve.errors import GlitchError, XDeepServeError
+from xdeepserve.errors import GlitchError
 from xdeepserve.hw.engines import Copy
 from xdeepserve.hw.topology import Plane
 
@@ -63,13 +63,13 @@ class SendReceiveBackend:
     async def _send(self, channel: Channel, copies: Sequence[Copy]) -> None:
         """Run the two kernels. If one fails, the other is stopped, and the channel is as if never used."""
         clock, dies = self._pod.clock, self._pod.dies
-        failures: list[XDeepServeError] = []
+        failures: list[Exception] = []
         kernels: list[asyncio.Task[None]] = []
 
         async def run(kernel: Callable[[], Coroutine[Any, Any, None]]) -> None:
             try:
                 await kernel()
-            except XDeepServeError as error:
+            except Exception as error:
                 failures.append(error)
                 stop(kernels)
 

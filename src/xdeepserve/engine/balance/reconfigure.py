@@ -97,7 +97,7 @@ class Reconfiguration:
     `gates` are the memories of the dies that route tokens. `holders` are the memories of the dies with routed
     experts. Each comes with its die; those with a number that
     `is_out` get no replicas. Dies' reports arrive through `take`; `reports` is the queue that they
-    come from.
+    come from. `on_change` is called for each change that is in force, with the number of its slots.
     """
 
     def __init__(
@@ -110,7 +110,9 @@ class Reconfiguration:
         trigger: EPLBTrigger,
         reports: Queue[msgspec.Struct],
         is_out: Callable[[int], bool],
+        on_change: Callable[[int], None],
     ) -> None:
+        self._on_change = on_change
         self.pod, self.experts, self.gates, self.holders = pod, experts, gates, list(holders)
         self._is_out = is_out
         self.storage, self.trigger, self._reports = storage, trigger, reports
@@ -151,6 +153,7 @@ class Reconfiguration:
         elif self.phase == "loaded":  # phase 4
             self.set_map(self._target)
             self.num_done += 1
+            self._on_change(len(self._changes))
             self._enter("idle")
         self._running.add(step)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Final, NamedTuple, TypeAlias
 
 import msgspec
@@ -201,6 +201,101 @@ class TEChanged(Observed, frozen=True):
         return self.life == "lost"
 
 
+def named(dies: Sequence[int]) -> str:
+    """Name dies in words: "die 3", "dies 3 to 5" or "dies 3, 7"."""
+    if len(dies) == 1:
+        return f"die {dies[0]}"
+    is_range = list(dies) == list(range(dies[0], dies[-1] + 1))
+    return f"dies {dies[0]} to {dies[-1]}" if is_range else f"dies {', '.join(map(str, dies))}"
+
+
+class DiesLost(Observed, frozen=True):
+    """A TE is given up: the memory of `dies` does not answer, and the `others` must be tested before anybody
+    uses them again."""
+
+    kind: ClassVar[str] = "fault"
+    te: str
+    dies: tuple[int, ...]
+    others: tuple[int, ...]
+
+    @property
+    def die(self) -> int:
+        """First of the dies, for a list of events."""
+        return min(self.dies or self.others)
+
+    @property
+    def said(self) -> str:
+        parts = []
+        if self.dies:
+            parts.append(f"{named(self.dies)} of {self.te} {'is' if len(self.dies) == 1 else 'are'} lost")
+        if self.others:
+            of = "the TE" if self.dies else self.te
+            verb = "is" if len(self.others) == 1 else "are"
+            parts.append(f"{named(self.others)} {verb} given up with {of}")
+        return "; ".join(parts)
+
+    @property
+    def is_loss(self) -> bool:
+        return True
+
+
+class DiesTested(Observed, frozen=True):
+    """Dies of a TE that is gone have been tested (`hw/self_test.py`): the `well` ones are free again, and
+    nobody uses the `failed` ones any more."""
+
+    kind: ClassVar[str] = "fault"
+    te: str
+    well: tuple[int, ...]
+    failed: tuple[int, ...]
+
+    @property
+    def die(self) -> int:
+        """First of the dies, for a list of events."""
+        return min(self.failed or self.well)
+
+    @property
+    def said(self) -> str:
+        found = [
+            f"{named(dies)} {'is' if len(dies) == 1 else 'are'} {what}"
+            for dies, what in ((self.well, "well, and free again"), (self.failed, "not well, and lost"))
+            if dies
+        ]
+        return f"a test of what {self.te} had: {'; '.join(found)}"
+
+
+class LinkChanged(Observed, frozen=True):
+    """A link from a prefill to a decode TE has failed, for a `reason`, or works again."""
+
+    kind: ClassVar[str] = "link"
+    prefill: str
+    decode: str
+    is_well: bool
+    reason: str = ""
+
+    @property
+    def said(self) -> str:
+        link = f"the link from {self.prefill} to {self.decode}"
+        return f"{link} works again" if self.is_well else f"{link} has failed: {self.reason}"
+
+    @property
+    def is_loss(self) -> bool:
+        return not self.is_well
+
+
+class ReplicasChanged(Observed, frozen=True):
+    """A TE's steps use other replicas of experts from the next one on; `num_slots` slots have changed
+    (EPLB)."""
+
+    kind: ClassVar[str] = "replicas"
+    te: str
+    num_slots: int
+
+    @property
+    def said(self) -> str:
+        slots = "one slot has" if self.num_slots == 1 else f"{self.num_slots} slots have"
+        return f"{self.te} uses other replicas of experts: {slots} changed"
+
+
 class FailoverEnded(Observed, frozen=True):
     """A lost TE's replacement is no longer awaited; `reason` says why none comes, if so."""
 
@@ -303,7 +398,8 @@ class EventLog:
 
     `observers` read each event first and must change nothing; one that raises an error is removed. Then the
     job executor acts on it (`act`). `counts` has how often each class of events has been told, `mended` how
-    often each rung of the ladder has mended a loss.
+    often each rung of the ladder has mended a loss. `lost` are dies that were found lost, `given_up` those
+    that went with their TE and have not been tested since.
     """
 
     def __init__(self, observers: list[Observer] | None = None) -> None:
@@ -311,12 +407,27 @@ class EventLog:
         self.act: Callable[[Observed], None] = lambda event: None
         self.counts = Counter[type[Observed]]()
         self.mended = Counter[RungName]()
+        self.lost, self.given_up = set[int](), set[int]()
 
     def __call__(self, event: Observed) -> None:
         self.counts[type(event)] += 1
-        if isinstance(event, Mended):
-            self.mended[event.rung] += 1
+        self._note(event)
         for observe in tuple(self.observers):
             if not notify(observe, event, about=event) and observe in self.observers:
                 self.observers.remove(observe)
         self.act(event)
+
+    def _note(self, event: Observed) -> None:
+        """Update the counts and the sets of dies by an event."""
+        match event:
+            case Mended():
+                self.mended[event.rung] += 1
+            case ClientLost():
+                self.lost.add(event.die)
+            case DiesLost():
+                self.lost.update(event.dies)
+                self.given_up.update(event.others)
+            case DiesTested():
+                self.given_up.difference_update(event.well, event.failed)
+                self.lost.difference_update(event.well)
+                self.lost.update(event.failed)

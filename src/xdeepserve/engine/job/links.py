@@ -23,6 +23,7 @@ from xdeepserve.comm.distflow.channels import Channels
 from xdeepserve.comm.distflow.link_probe import Verdict, probe
 from xdeepserve.comm.distflow.send_receive import SendReceiveBackend
 from xdeepserve.engine.deploy.deployment import Fabric, Over
+from xdeepserve.engine.dp.events import LinkChanged
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.te.te import TE
 from xdeepserve.errors import HardwareError, IntegrityError, TransferError, WaitError, XDeepServeError
@@ -102,8 +103,14 @@ class PDLink:
 
     def fail(self, error: XDeepServeError) -> None:
         """Mark the link as failed, and avoid it for `retry_ns`."""
-        self.error = error
+        was_well, self.error = self.error is None, error
         self._avoided_until_ns = self._clock.now + self._retry_ns
+        if was_well:
+            self._tell(is_well=False, reason=str(error))
+
+    def _tell(self, is_well: bool, reason: str = "") -> None:
+        prefill, decode = self.tes
+        prefill.tell(LinkChanged(prefill.plan.name, decode.plan.name, is_well, reason))
 
     async def probe(self, source: DPGroup) -> Verdict:
         """Send dummy payloads from a DP group to all dies at the other end, and return the verdict. For
@@ -115,7 +122,9 @@ class PDLink:
 
     def recover(self) -> None:
         """Mark the link as well, because a transfer has succeeded."""
-        self.error = None
+        was_well, self.error = self.error is None, None
+        if not was_well:
+            self._tell(is_well=True)
 
     def take(self) -> None:
         """Note the use of the link by a sequence. If the link has failed, this sequence tests it, while

@@ -1,6 +1,7 @@
 """Sums of quantities over all TEs, including past ones, so that counters never fall.
 
-What happens, such as a preemption or a rollback, is counted by the log of events (`engine/dp/events.py`).
+Preemptions, rollbacks, changes of replicas and whatever else happens are counted by the log of events
+(`engine/dp/events.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ class Counters(NamedTuple):
     rows_per_step: Counter[int]
     num_drafted: tuple[int, ...]
     num_accepted: tuple[int, ...]
-    num_reconfigurations: int
 
     @classmethod
     def of(cls, tes: Sequence[TE]) -> Counters:
@@ -45,7 +45,6 @@ class Counters(NamedTuple):
             rows_per_step=sum((each.rows_per_step for each in steps), Counter()),
             num_drafted=summed([each.num_drafted for each in steps]),
             num_accepted=summed([each.num_accepted for each in steps]),
-            num_reconfigurations=sum(te.num_reconfigurations for te in tes),
         )
 
     def plus(self, other: Counters) -> Counters:

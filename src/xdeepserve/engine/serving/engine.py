@@ -18,7 +18,7 @@ from xdeepserve.engine.balance.heat_map import read_heat_map
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import Role
 from xdeepserve.engine.deploy.policies import ORDER
-from xdeepserve.engine.dp.events import EventLog, Observer, Preempted, notify
+from xdeepserve.engine.dp.events import EventLog, Observer, Preempted, ReplicasChanged, notify
 from xdeepserve.engine.dp.group import DPGroup, Left
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.sequence import KeepLogits, OrderPolicy, Sequence
@@ -120,7 +120,7 @@ class Engine:
             te.start()
             self.je.take(te)
         for outside in self.plan.outside:
-            await outside.start()
+            await outside.start(self._hear)
         self._group.control_plane.start()
         if self._warms_up:
             await self.warm_up()
@@ -153,6 +153,11 @@ class Engine:
     def lost(self) -> dict[str, XDeepServeError]:
         """Failed TEs with the errors that ended them, while other TEs went on."""
         return self._group.lost
+
+    @property
+    def lost_dies(self) -> set[int]:
+        """Dies that the engine does without, as far as it has found: lost, or not yet tested after a loss."""
+        return set() if self._je is None else self._group.lost_dies
 
     async def add_te(self, role: Role = "both", source: Source = "auto") -> str:
         """Add a TE like the first of its role; return the name once the TE takes requests.
@@ -284,6 +289,7 @@ class Engine:
             pool_usage={} if self.plan.pool_use is None else self.plan.pool_use.pool.usage(),
             health=tuple(self.health()),
             num_preemptions=self.je.tell.counts[Preempted],
+            num_reconfigurations=self.je.tell.counts[ReplicasChanged],
             num_recoveries=self._group.recoveries(),
             **counters._asdict(),
         )

@@ -57,6 +57,8 @@ class Survivors(Protocol):
 
     async def spare_prefill(self) -> bool: ...
 
+    def take_back(self, te: TEPlan, well: Sequence[int]) -> None: ...
+
 
 def what_helps(plan: PodPlan, te: TEPlan, lost: Collection[int]) -> str:
     """Name settings to make requests outlive the loss of these dies of a TE: each alone suffices. Called
@@ -125,11 +127,14 @@ class Failover:
         """Describe the failover under way: stage, state and reason."""
         return f"stage {1 if self.stage == 'restarting' else 2}, {self.stage}: {self.reason}"
 
-    def cannot_replace(self, te: TEPlan, die: int, prefills: Sequence[TEPlan]) -> str | None:
+    def cannot_replace(
+        self, te: TEPlan, die: int, prefills: Sequence[TEPlan], lost: Collection[int]
+    ) -> str | None:
         """Explain why no TE could replace this one once a given die is lost; None if one could.
 
-        `prefills` are the TEs whose dies decode could take. Only certain room counts: the largest of
-        `prefills` stays, and nothing is known while another TE is on its way.
+        `prefills` are the TEs whose dies decode could take, and `lost` the dies that are lost by now. Only
+        certain room counts: the largest of `prefills` stays, and nothing is known while another TE is on its
+        way.
         """
         if self._is_running:
             return f"another task executor is on its way ({self.describe()}): wait until it is there"
@@ -138,7 +143,7 @@ class Failover:
             num_free += sum(sorted(len(each.every_die) for each in prefills)[:-1])
         if self._plan.most_dies(role, num_free) is not None:
             return None
-        num_well = len(set(self._dies) - self._pod.lost - {die})
+        num_well = len(set(self._dies).difference(lost, [die]))
         num_needed = sum(self._plan.least_dies(role) for role in self._wanted)
         if num_well < num_needed:
             return f"the {num_well} dies that would be left are too few: {num_needed} are needed at least"
@@ -182,8 +187,7 @@ class Failover:
         """Test the dies of a given-up TE and free those that passed."""
         await until_unused(te)
         well = await well_dies(self._pod, te.every_die, self._timeout_ns)
-        te.release()
-        self._pod.restore(well)
+        self._group.take_back(te, well)
 
     async def _replace(self, role: Role, spare: int = 0) -> bool:
         """Stage 2: bring up a TE of the role, leaving `spare` dies free. Returns whether it serves."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import Role
+from xdeepserve.engine.dp.events import DiesTested
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.sequence import SampledToken, Sequence
 from xdeepserve.engine.job.executor import JobExecutor
@@ -121,7 +122,9 @@ class Joining:
             te.give_up()
             if isinstance(error, FAILED):
                 well = await well_dies(self._plan.pod, plan.every_die, plan.sizes.groups.lost_ns)
-                self._plan.pod.lose([die for die in plan.every_die if die not in well])
+                failed = tuple(die for die in plan.every_die if die not in well)
+                self._plan.pod.lose(failed)
+                self._je.tell(DiesTested(plan.name, tuple(well), failed))
         self._plan.release(plan)
 
 

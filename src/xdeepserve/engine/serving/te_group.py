@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 
 from xdeepserve.engine.build import PodPlan
-from xdeepserve.engine.dp.events import FailoverEnded
+from xdeepserve.engine.dp.events import DiesLost, DiesTested, FailoverEnded
 from xdeepserve.engine.job.executor import JobExecutor, can_serve
 from xdeepserve.engine.recovery.ladder import (
     LADDER,
@@ -118,7 +118,8 @@ class TEGroup:
         te = next((te for te in running if die in te.plan.every_die), None)
         if te is None:
             return None
-        unheard = [each for te in running for each in te.needed_dies if each in self._plan.pod.lost]
+        believed = [die for te in running for die in (*te.needed_dies, *te.members.taking_part)]
+        unheard = [each for each in believed if each in self._plan.pod.lost]
         if unheard:
             return f"nobody has found yet that die {unheard[0]} is lost: ask for something first"
         loss = te.foreseen(die)
@@ -149,14 +150,20 @@ class TEGroup:
             lost[-1] = msgspec.structs.replace(lost[-1], recovering=self._failover.describe())
         return running + loading + lost
 
+    @property
+    def lost_dies(self) -> set[int]:
+        """Dies that the engine does without: found lost, given up and not yet tested, or with a silent
+        expert server."""
+        silent = (server.die for te in self._je.tes for server in te.members.silent)
+        return self._je.tell.lost | self._je.tell.given_up | {*silent}
+
     def _lost_dies_of(self, te: TE) -> tuple[int, ...]:
         """Return the dies lost by a lost TE, or those of clients and expert servers that a running TE does
         without."""
         if te.life == "lost":
-            return tuple(sorted(self._plan.pod.memories.silent.intersection(te.plan.every_die)))
-        seats = te.seats.reports()
-        servers = {seat.die for seat in seats if seat.presence == "lost" and seat.die is not None}
-        return tuple(sorted(servers.union(client.die for client in te.members.lost_clients)))
+            return tuple(sorted(self._je.tell.lost.intersection(te.plan.every_die)))
+        without = (*te.members.silent, *te.members.lost_clients)
+        return tuple(sorted(member.die for member in without))
 
     def _note_joined(self, te: TE) -> None:
         """Note a new TE as replacement for the first lost TE of its role that has none."""
@@ -315,8 +322,26 @@ class TEGroup:
         """Climb the ladder with a loss that a TE could not mend by itself."""
         if te.plan.name in self.lost:
             return  # who read its memory, and found nothing there, has told this, too
-        self._plan.pod.lose(te.plan.every_die)
+        self._lose_dies(te)
         self._climb(loss._replace(error=loss.reason), te)
+
+    def _lose_dies(self, te: TE) -> None:
+        """Withdraw the dies of a lost TE from use, and read of each whether its memory answers."""
+        if te.plan.is_given_up:
+            return
+        pod, dies = self._plan.pod, set(te.plan.every_die)
+        pod.lose(te.plan.every_die)
+        te.plan.is_given_up = True
+        lost = pod.memories.silent & dies
+        self._je.tell(DiesLost(te.plan.name, tuple(sorted(lost)), tuple(sorted(dies - lost))))
+
+    def take_back(self, te: TEPlan, well: Sequence[int]) -> None:
+        """Free the dies of a lost TE, and restore those that have passed a test."""
+        dies = te.every_die
+        te.release()
+        self._plan.pod.restore(well)
+        failed = tuple(sorted(set(dies).difference(well)))
+        self._je.tell(DiesTested(te.name, tuple(sorted(well)), failed))
 
     def _climb(self, loss: Loss, te: TE | None = None) -> None:
         left = at_once(climb(loss, self._remedies(te)))
@@ -341,7 +366,7 @@ class TEGroup:
         """Explain why no TE comes up in the place of a lost one; None if failover is to try."""
         if loss.is_foreseen:
             others = [other.plan for other in self._je.tes.ready("prefill")]
-            return failover.cannot_replace(te.plan, loss.dies[0], others)
+            return failover.cannot_replace(te.plan, loss.dies[0], others, self.lost_dies)
         if te.life != "ready":
             return f"{te.plan.name} is {te.life}"
         return self._end
@@ -389,7 +414,7 @@ class TEGroup:
             is_inner = loss.kind == "replacement"
             self._on_failure(XDeepServeError(str(reason)) if is_inner else reason, None)
             return
-        lost = self._plan.pod.memories.silent.intersection(te.plan.every_die)
+        lost = self._je.tell.lost.intersection(te.plan.every_die)
         if isinstance(reason, FAILED):
             helps = what_helps(self._plan, te.plan, lost)
             hint = f"; requests would have gone on with {helps}" if helps else ""
@@ -424,7 +449,7 @@ class TEGroup:
         """Give up all TEs and their dies, and return their plans."""
         found = list(self._je.tes)
         for te in found:
-            self._plan.pod.lose(te.plan.every_die)
+            self._lose_dies(te)
             self._give_up_te(te, reason)
         return [te.plan for te in found]
 

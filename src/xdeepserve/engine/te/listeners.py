@@ -59,7 +59,7 @@ def listeners(
         is_client = member.kind == "client"
         clients = [member] if is_client else members.lost_clients
         for server in members.servers if is_client else [member]:
-            if not monitor.answers(server.die):
+            if not monitor.memory_answers(server.die):
                 continue  # lost as well; a server that comes in its place is told
             assert isinstance(server.program, ExpertServerProgram)
             assert isinstance(server.program.server, ServiceServer)

@@ -275,6 +275,11 @@ class Members:
         return self.seats(Presence.LOST)
 
     @property
+    def silent(self) -> list[Stay]:
+        """Servers that the monitor has not heard of for too long, also where an heir is on its way."""
+        return [server for server in self.servers if PRESENCE[server.at] is Presence.LOST]
+
+    @property
     def num_servers(self) -> int:
         """Number of servers that have a seat, lost ones included; 0 if experts are no services."""
         return self.num_seats - len(self.seats(Presence.ABSENT))

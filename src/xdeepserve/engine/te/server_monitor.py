@@ -110,11 +110,11 @@ class ServerMonitor:
                 self._missed[server] = self._times.lost_heartbeats
                 yield self._loss(server)
 
-    def is_well(self, die: int) -> bool:
+    def die_is_well(self, die: int) -> bool:
         """Whether a die that serves nothing yet, or no more, is not lost, as a test of it would show."""
         return die not in self._pod.lost
 
-    def answers(self, die: int) -> bool:
+    def memory_answers(self, die: int) -> bool:
         """Whether a die's memory answers reads."""
         return die not in self._pod.memories.silent
 
@@ -140,7 +140,7 @@ class ServerMonitor:
         die = server.die
         memory = self._pod.memory(die)
         return (
-            self.answers(die)
+            self.memory_answers(die)
             and BELL.unpack(memory.read(self._bell(die), BELL.size))[1] >= self._asked[server]
         )
 

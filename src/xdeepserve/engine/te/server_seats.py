@@ -143,7 +143,7 @@ class ServerSeats:
         """Take the die reserved for a seat, or any free die."""
         pod, plan = self._pod, self._plan
         held = self._members.held(seat)
-        if held is not None and self._monitor.is_well(held.die):
+        if held is not None and self._monitor.die_is_well(held.die):
             return held.die
         (die,) = pod.find_free(1)
         pod.hold([die], f"{plan.sizes.place.name} of {plan.checkpoint.name}")
@@ -154,7 +154,7 @@ class ServerSeats:
         name = f"expert server {heir.seat} of TE {self._plan.sizes.place.name}"
         if self._life.now != "ready":
             raise XDeepServeError(f"{name} cannot join: its TE is {self._life.now}")
-        if not self._monitor.is_well(heir.die) or self._monitor.has_bad_pages(heir.die):
+        if not self._monitor.die_is_well(heir.die) or self._monitor.has_bad_pages(heir.die):
             raise LostDieError(f"{name} cannot join: die {heir.die} is lost, or a page of its memory")
 
     # ---- who goes -----------------------------------------------------------------------------------
@@ -210,11 +210,7 @@ class ServerSeats:
     def _missed_without(self, seat: Seat) -> str:
         """Name the experts of a seat that no other present server has; empty if there are none."""
         sizes = self._plan.sizes
-        others = [
-            each.seat
-            for each in self._members.servers
-            if each.seat != seat and each.at == "there" and self._monitor.is_well(each.die)
-        ]
+        others = [each.seat for each in self._members.servers if each.seat != seat and each.at == "there"]
         if sizes.experts.is_shared(seat):
             return "" if any(map(sizes.experts.is_shared, others)) else "the shared expert"
 
@@ -230,7 +226,7 @@ class ServerSeats:
     async def _free_when_idle(self, former: Stay) -> None:
         """Return a die and memory to the pod once nothing runs there and no transfer uses it."""
         pod, die, pause_ns = self._pod, former.die, PAUSE_NS
-        is_lost = not self._monitor.is_well(die)
+        is_lost = not self._monitor.die_is_well(die)
         while former.at == "parting" and pause_ns < PATIENCE_NS:
             if not (pod.dies[die].running or pod.memories.is_in_use(die)):
                 self._members.move(former, "free")

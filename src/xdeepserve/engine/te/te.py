@@ -82,7 +82,7 @@ class TE:
         self.monitor = ServerMonitor(plan)
         self.recovery = plan.rollback()
         eplb = plan.eplb_trigger()
-        self.reconfiguration = None if eplb is None else plan.reconfiguration(eplb, self.inbox)
+        self.reconfiguration = None if eplb is None else plan.reconfiguration(eplb, self.inbox, tell)
         self.lost_pages = LostPages(plan, self.groups, self.reconfiguration, mend)
         self._hearing = Hearing(
             *(self.inbox, self.groups, self.lifetime, self.health),

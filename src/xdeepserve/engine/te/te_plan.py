@@ -18,7 +18,7 @@ from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.die.shape_memory import ShapeMemory
-from xdeepserve.engine.dp.events import EventLog, GroupId
+from xdeepserve.engine.dp.events import EventLog, GroupId, ReplicasChanged
 from xdeepserve.engine.dp.group import DPGroup, GivesWay
 from xdeepserve.engine.dp.prefixes import ShouldLoad
 from xdeepserve.engine.dp.scheduler import PrefixTier
@@ -62,6 +62,7 @@ class TEPlan:
         self.make_tier: MakeTier | None = None  # where prefixes outlive TEs
         self.num_readers = 0  # TEs that are loading from the memory of this one
         self.num_lost_pages = 0  # of its dies' memories, so far
+        self.is_given_up = False  # then its weights are no good for another TE
         team = wiring.team
         self.pod, self.config, self.recipe, self.sizes = team.pod, team.config, team.recipe, team.sizes
         self.dies = team.dies
@@ -145,11 +146,6 @@ class TEPlan:
         """
         is_alone = self.sizes.groups.tp == 1 and not (self.gathers_statuses or self.eplb_trigger())
         return self.services is not None and not self.sizes.place.has_servers_outside and is_alone
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether any die of the TE has failed."""
-        return not self.pod.lost.isdisjoint(self.every_die)
 
     @property
     def has_bad_pages(self) -> bool:
@@ -308,7 +304,9 @@ class TEPlan:
         place = PLACEMENT.function(self.sizes.settings.placement)
         return EPLBTrigger(self.sizes.experts, self.config.num_experts_per_tok, place)
 
-    def reconfiguration(self, trigger: EPLBTrigger, reports: Queue[msgspec.Struct]) -> Reconfiguration:
+    def reconfiguration(
+        self, trigger: EPLBTrigger, reports: Queue[msgspec.Struct], tell: EventLog
+    ) -> Reconfiguration:
         """Create the part for changing replicas of experts; the TE must have redundant slots."""
         gates = list(zip(self.dies, self.memories, strict=True))
         holders = [(die, mem) for die, mem in self.all_memories if mem.redundant is not None]
@@ -317,6 +315,7 @@ class TEPlan:
         return Reconfiguration(
             *(self.pod, self.sizes.experts, gates, holders, storage, trigger, reports),
             is_out=lambda holder: self.services is not None and not gets_replicas(Seat(holder)),
+            on_change=lambda num_slots: tell(ReplicasChanged(self.name, num_slots)),
         )
 
     def rollback(self) -> Rollback:
