@@ -1,11 +1,13 @@
 """The documents name files that exist, and everything in them that can be run or drawn is."""
 
 import argparse
+import ast
 import re
 import subprocess
 import sys
 import tomllib
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,7 @@ from tests.samples import (
     samples_of,
     written,
 )
+from tests.sources import tree_of
 from xdeepserve.cli import docs as documents_command
 from xdeepserve.cli import main
 from xdeepserve.errors import InputError
@@ -97,6 +100,40 @@ def test_documents_name_files_that_exist(document: Path) -> None:
         if not any((base / name).exists() for base in (ROOT / "src" / "xdeepserve", ROOT))
     }
     assert not missing
+
+
+def defined(tree: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    """Names that the body of a module or class defines."""
+    for node in getattr(tree, "body", ()):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name, node
+        for target in getattr(node, "targets", [getattr(node, "target", None)]):
+            if isinstance(target, ast.Name):
+                yield target.id, node
+
+
+CLASSES = {
+    name: node
+    for path in SRC.rglob("*.py")
+    for name, node in defined(tree_of(path))
+    if isinstance(node, ast.ClassDef)
+}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=IDS)
+def test_documents_name_functions_that_exist(document: Path) -> None:
+    """`path/file.py:Class.function`, and `Class.function` alone."""
+    text = document.read_text()
+    for path, names in re.findall(r"`((?:\w+/)*\w+\.py):([\w.]+)`", text):
+        node: ast.AST = tree_of(SRC / path)
+        for name in names.split("."):
+            found = dict(defined(node))
+            assert name in found, (path, names)
+            node = found[name]
+    for name, function in re.findall(r"`([A-Z]\w+)\.(\w+)`", text):
+        if name in CLASSES:
+            written = ast.unparse(CLASSES[name])
+            assert function in dict(defined(CLASSES[name])) or f"self.{function}" in written, (name, function)
 
 
 def test_the_tests_that_hold_kinds_of_faults_exist() -> None:
