@@ -44,10 +44,10 @@ from xdeepserve.engine.run.lockstep.heads import Heads
 from xdeepserve.engine.run.lockstep.kernels import one_die
 from xdeepserve.engine.run.lockstep.kernels import sync as sync_kernels
 from xdeepserve.engine.run.lockstep.kernels.attention import FEW, MANY, SCRATCH
-from xdeepserve.engine.run.lockstep.lockstep import Contribution, Lockstep
+from xdeepserve.engine.run.lockstep.lockstep import Contribution, Lockstep, RowCounts
 from xdeepserve.errors import DeploymentError, XDeepServeError
 from xdeepserve.llm import LLM, build_engine, digest
-from xdeepserve.step.frame import Ends, Frame
+from xdeepserve.step.frame import Batch, Ends, Frame
 
 
 def run(precision: str, shape: tuple[int, ...], *more: str) -> tuple[str, dict[tuple[int, str], bytes], int]:
@@ -696,3 +696,36 @@ def test_one_die_makes_the_logits_of_all(monkeypatch: pytest.MonkeyPatch) -> Non
         assert np.array_equal(mine, others[0])
         with pytest.raises(XDeepServeError, match="rank 2 holds other bytes of head than rank 0"):
             llm.engine.check_integrity()
+
+
+def test_tokens_drawn_for_all_dies_are_those_that_each_die_draws() -> None:
+    """Of requests that are sampled, each by its own numbers; edited logits are left to their die."""
+    params = [
+        SamplingParams(max_tokens=4, ignore_eos=True, seed=i, temperature=0.5 * (i % 3), top_k=5 * (i % 2),
+                       top_p=1 - 0.1 * (i % 2), logit_bias={7: 3.0} if i % 4 == 3 else {},
+                       logprobs=2 if i % 5 == 4 else None)
+        for i in range(len(PROMPTS))
+    ]  # fmt: skip
+    found = []
+    for lockstep in ("true", "false"):
+        settings = ["dies=4", f"lockstep={lockstep}", "max_model_len=64"]
+        with LLM("tiny-random", "colocated", "int8", overrides=settings) as llm:
+            found.append(digest(llm.generate(PROMPTS, params, keep_logits=True)))
+    assert found[0] == found[1]
+
+
+def test_counts_of_all_dies_are_those_of_their_batches() -> None:
+    rng, shares, cuts, expected = np.random.default_rng(3), [], [], []
+    tables = np.zeros((3, 1), np.int32)
+    for num_rows in rng.integers(0, 9, 40).tolist():
+        seq_of = np.sort(rng.integers(0, 3, num_rows)).astype(np.int32)
+        positions = rng.integers(0, 5, num_rows).astype(np.int32)
+        batch = Batch.of(positions, positions, seq_of, tables)
+        lo, hi = sorted(rng.integers(0, num_rows + 1, 2).tolist())
+        part = batch.part(slice(lo, hi))
+        shares.append(Contribution(np.zeros((num_rows, 1), np.float32), list, batch))
+        cuts.append((lo, hi))
+        expected.append([part.num_tokens, part.context, part.kv_tokens])
+    found = RowCounts.of(shares, np.array(cuts))
+    assert [found.few[at] for at in found.of_die.tolist()] == expected
+    assert len(found.few) < len(shares)

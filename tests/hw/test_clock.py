@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from xdeepserve.errors import DeadlineError, DeadlockError, HardwareError
 from xdeepserve.hw.clock import Clock, Waiter, Waiting
-from xdeepserve.hw.queue import Queue
+from xdeepserve.hw.queue import HostCPU, HostQueue, Queue
 
 FOR_NOTHING = Waiting("test", 0, 1, "flag", "set", "unset")
 
@@ -271,6 +271,27 @@ async def test_queue_items_never_overtake() -> None:
         return [(await queue.get(), clock.now), (await queue.get(), clock.now)]
 
     assert await clock.spawn(gets()) == [("slow", 10), ("fast", 10)]
+
+
+async def test_what_has_come_is_taken_without_waiting() -> None:
+    clock = Clock()
+    cpu = HostCPU(clock)
+    queue, host = Queue[str](clock, "work"), HostQueue[str](clock, "inbox", cpu)
+
+    async def takes() -> None:
+        assert queue.take_now() is None
+        for each in (queue, host):
+            each.put("first")
+            each.put("on its way", delay_ns=10)
+            assert (each.take_now(), each.take_now()) == ("first", None)
+        await clock.sleep(10)
+        assert queue.take_now() == "on its way"
+        cpu.stall(5)
+        assert host.take_now() is None
+        await clock.sleep(5)
+        assert host.take_now() == "on its way"
+
+    await clock.spawn(takes())
 
 
 async def test_idle_waits_are_no_deadlock() -> None:

@@ -50,6 +50,12 @@ class Queue(Generic[Item]):
                 raise
         return self._items.popleft()[1]
 
+    def take_now(self) -> Item | None:
+        """Take the oldest item if it has arrived; None if `get` would have to wait."""
+        if not self._items or self._items[0][0] > self._clock.now:
+            return None
+        return self._items.popleft()[1]
+
     def _wake_next(self) -> None:
         # Some of those that wait may have been cancelled, or have met their deadline.
         while self._getters and not self._getters.popleft().wake():
@@ -87,6 +93,10 @@ class HostQueue(Queue[Item]):
             return await super().get(self._clock.now)
         await self._has_stood_still()
         return item
+
+    def take_now(self) -> Item | None:
+        """Take the oldest item if it has arrived and the CPU runs; None if `get` would have to wait."""
+        return super().take_now() if self._cpu.free_ns <= self._clock.now else None
 
     async def _has_stood_still(self) -> bool:
         """Whether the CPU stalled; if so, wait until it runs again."""

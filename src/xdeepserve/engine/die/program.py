@@ -89,7 +89,7 @@ class Executor:
         self.launcher: Launcher | None = None
         self.layer_reports: Queue[msgspec.Struct] | None = None  # where a plan's `reports_layers` go
         self._transfers: list[asyncio.Task[None]] = []  # beside the steps
-        self._step_idx, self._reports_layers = StepNo(0), False
+        self.plan = StepPlan(step=StepNo(0))  # of the current step, completed
         self._rollback = RollbackWatch(die)
         self.weights, self.caches = weights, mem.kv.caches()
         main, mtp = self.weights.layers, [mtp.layer for mtp in self.weights.mtp]
@@ -226,7 +226,7 @@ class Executor:
         self._write_lists(plan)
         self.runner.at()  # a step that was ended early has left this process in a layer
         plan = await self._resolve(plan)
-        self._step_idx, self._reports_layers, self.chooser.faults = plan.step, plan.reports_layers, {}
+        self.plan, self.chooser.faults = plan, {}
         w, frame, batch = self.weights, self.runner.frame, self._batch(plan)
         first_event = plan.step * self._events_per_step + 1
         h = self.ws.take("h", plan.num_tokens, self.config.hidden_size)
@@ -257,7 +257,7 @@ class Executor:
 
     def result(self, name: str, *shape: int) -> Array:
         """Return a result buffer of the current step, which the host reads after the step."""
-        return self.mem.result(name, self._step_idx, *shape)
+        return self.mem.result(name, self.plan.step, *shape)
 
     async def run_layers(self, layers: Sequence[Layer], caches: Sequence[KVCache], first_event: int) -> None:
         """Run layers in place on the rows of the pass.
@@ -286,10 +286,10 @@ class Executor:
 
         MTP layers are not reported: they end with the step.
         """
-        if self._reports_layers and index < self.config.num_hidden_layers:
+        if self.plan.reports_layers and index < self.config.num_hidden_layers:
             await self.runner.pace.settle()
             assert self.layer_reports is not None
-            self.layer_reports.put(LayerDone(self.rank, self._step_idx, index))
+            self.layer_reports.put(LayerDone(self.rank, self.plan.step, index))
 
     @staticmethod
     def _num_exchanges(layers: Sequence[Layer]) -> int:

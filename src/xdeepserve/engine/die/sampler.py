@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.messages import LOGPROB_SLOTS
@@ -35,12 +36,23 @@ class Sampler:
     def __init__(self, rank: DieRank, mem: DieMemory) -> None:
         self.rank, self.mem = rank, mem
         self.faults: dict[int, XDeepServeError] = {}
+        self._drawn: StepPlan | None = None  # the latest one whose tokens lockstep has drawn
+
+    def take(self, plan: StepPlan, tokens: Array) -> None:
+        """Take the tokens of a step, int32 [rows], that lockstep has drawn for all dies at once.
+
+        If one of them could not be drawn, `choose` draws again and finds out why.
+        """
+        if tokens.min() >= 0:
+            self.mem.result("sampled", plan.step, len(tokens))[:] = tokens
+            self._drawn = plan
 
     def choose(self, plan: StepPlan, logits: Array) -> None:
         """Write a step's tokens, log probabilities and numbers of accepted drafts to the result buffers."""
         rows, result = len(logits), self.mem.result
         sampled = result("sampled", plan.step, rows)
-        self.draw(sampled, self._edited(plan, logits), plan, range(rows), ahead=1)
+        if plan is not self._drawn:
+            self.draw(sampled, self._edited(plan, logits), plan, range(rows), ahead=1)
         for row, count in enumerate(plan.num_logprobs):
             if count >= 0 and row not in self.faults:
                 try:
@@ -90,24 +102,14 @@ class Sampler:
         self.faults.setdefault(row, error)
 
     def _draw(self, out: Array, logits: Array, plan: StepPlan, rows: Sequence[int], ahead: int) -> None:
-        positions = [plan.positions[plan.logit_rows[r]] + ahead for r in rows]
-        sample(
-            out,
-            logits,
-            np.array([plan.temperature[r] for r in rows], np.float32),
-            np.array([plan.top_k[r] for r in rows], np.int32),
-            np.array([plan.top_p[r] for r in rows], np.float64),
-            np.array([plan.min_p[r] for r in rows], np.float32),
-            np.array([plan.seed[r] % 2**64 for r in rows], np.uint64),
-            np.array([plan.choice[r] for r in rows], np.uint64),
-            np.array(positions, np.uint64),
-        )
+        given = columns([(plan, rows)], ahead)
+        sample(out, logits, *given)
         tokens = out.tolist()
         if min(tokens, default=0) < 0:
             row = next(row for row, token in enumerate(tokens) if token < 0)
             raise XDeepServeError(
-                f"rank {self.rank}: no token for position {positions[row]} of a sequence: logits are not "
-                "all numbers; a weight may not be one, or be too large"
+                f"rank {self.rank}: no token for position {given.position[row]} of a sequence: logits are "
+                "not all numbers; a weight may not be one, or be too large"
             )
 
     def _report_row(self, plan: StepPlan, logits: Array, sampled: Array, row: int, count: int) -> None:
@@ -121,6 +123,35 @@ class Sampler:
         ids[row, 0], values[row, 0] = target, log_probs[target]
         ids[row, 1 : 1 + len(top)], values[row, 1 : 1 + len(top)] = top, log_probs[top]
         ranks[row] = 1 + int(np.count_nonzero(logits[row] > logits[row, target]))
+
+
+class Columns(NamedTuple):
+    """Numbers by which rows of logits are sampled, in the order of the kernel's arguments."""
+
+    temperature: Array
+    top_k: Array
+    top_p: Array
+    min_p: Array
+    seed: Array
+    choice: Array
+    position: Array
+
+
+def columns(plans: Sequence[tuple[StepPlan, Sequence[int]]], ahead: int) -> Columns:
+    """Return the numbers of some logit rows of plans, for the tokens `ahead` positions later."""
+
+    def column(values: Callable[[StepPlan], Sequence[float]], dtype: npt.DTypeLike) -> Array:
+        return np.array([found[r] for plan, rows in plans for found in (values(plan),) for r in rows], dtype)
+
+    return Columns(
+        column(lambda plan: plan.temperature, np.float32),
+        column(lambda plan: plan.top_k, np.int32),
+        column(lambda plan: plan.top_p, np.float64),
+        column(lambda plan: plan.min_p, np.float32),
+        column(lambda plan: [seed % 2**64 for seed in plan.seed], np.uint64),
+        column(lambda plan: plan.choice, np.uint64),
+        column(lambda plan: [plan.positions[row] + ahead for row in plan.logit_rows], np.uint64),
+    )
 
 
 def accepted(plan: StepPlan, sampled: Array) -> list[int]:

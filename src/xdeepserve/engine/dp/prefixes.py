@@ -88,6 +88,8 @@ class Prefixes:
     def num_reusable(self, seq: Sequence) -> int:
         """Number of a sequence's tokens that this group need not compute: in HBM, or loadable by ID."""
         tokens = seq.token_ids[:-1]
+        if len(tokens) < self.rtc.block_size:
+            return 0  # only whole blocks are cached
         num_blocks = len(self.rtc.match_by_prefix_token(tokens).ready)
         if seq.cache_id is not None:
             named = self.rtc.match_by_id(seq.cache_id, tokens)

@@ -99,7 +99,9 @@ class Router:
         """Choose the TE for a request, by its first choice, among TEs with the fewest troubles. By default it
         has the fewest sequences."""
         least = min(troubles for troubles, _ in tes)
-        able = sorted((te for troubles, te in tes if troubles == least), key=self._order)
+        able = [te for troubles, te in tes if troubles == least]
+        if len(able) > 1:  # to count the sequences of hundreds of DP groups takes a while
+            able.sort(key=self._order)
         te, ledger = able[0], self.ledgers[self.reached(seq)]
         if not ROUTE.has(self._route, "asks no TE"):
             if len(able) > 1:

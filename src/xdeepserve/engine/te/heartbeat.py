@@ -181,6 +181,11 @@ class Heartbeats:
         return tuple(group for group in self._ranks if self.state(group) == state)
 
     @property
+    def has_healthy(self) -> bool:
+        """Whether some group is healthy."""
+        return any(self.state(group) == "healthy" for group in self._ranks)
+
+    @property
     def open_ranks(self) -> tuple[GroupRank, ...]:
         """Ranks of DP groups for new work: the healthy ones, or if there are none, the suspect ones."""
         return self.ranks("healthy") or self.ranks("suspect")

@@ -54,6 +54,7 @@ class StepSet:
         key: Callable[[StepNo], Hashable] = lambda step: step,
     ) -> None:
         self._parts, self.groups, self.room, self._key = parts, groups, room, key
+        self._num_dies = sum(len(group.dies) for group in groups)
         self._numbers: list[StepNo] = []  # under way, in order
         self._num_done: Counter[StepNo] = Counter()  # dies that have ended a step
         self.next = StepNo(0)  # number of the step that has not been launched
@@ -109,7 +110,7 @@ class StepSet:
 
     def has_ended(self, step: StepNo) -> bool:
         """Whether a step has ended on every die."""
-        return self._num_done[step] >= sum(len(group.dies) for group in self.groups)
+        return self._num_done[step] >= self._num_dies
 
     def collect(self, step: StepNo) -> None:
         """Take the results of a step that has ended on every die."""

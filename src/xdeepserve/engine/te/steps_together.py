@@ -85,7 +85,7 @@ class StepsTogether:
         """Wait until all dies have ended a step, and take its results."""
         parts = self._parts
         while not self._steps.has_ended(step):
-            message = await parts.hearing.hear(parts.health.deadline_ns)
+            message = parts.hearing.hear_now() or await parts.hearing.hear(parts.health.deadline_ns)
             if isinstance(message, StepDone):
                 self._steps.note(message.step)
         parts.hearing.check_memory()  # before its results are read

@@ -428,7 +428,7 @@ class TE:
     @property
     def is_suspect(self) -> bool:
         """Whether no group is healthy, or the shell is silent."""
-        return self.health.shell != "healthy" or not self.health.ranks("healthy")
+        return self.health.shell != "healthy" or not self.health.has_healthy
 
     @property
     def step_idx(self) -> int:

@@ -100,7 +100,8 @@ def _sort_by_digit(to_keys, to_ids, keys, ids, size, shift, place):
 
 
 @array_part
-def _sample_one(logits, row, temperature, top_k, top_p, min_p, seed, choice, position):
+def sample_one(logits, row, temperature, top_k, top_p, min_p, seed, choice, position):
+    """Return the token sampled from a row of logits; -1 if no token can be drawn. Numbers as in `sample`."""
     size = logits.shape[1]
     top, first = _largest(logits, row)
     if temperature == ZERO or first < 0:
@@ -149,6 +150,6 @@ def sample(out, logits, temperature, top_k, top_p, min_p, seed, choice, position
     """Sample a token per row: out int32 [R] from logits [R, V], -1 if no token can be drawn. Per row, all
     [R]: temperature float32, top_k int32, top_p float64, min_p float32, and seed, choice, position uint64."""
     for r in range(logits.shape[0]):
-        out[r] = _sample_one(
+        out[r] = sample_one(
             logits, r, temperature[r], top_k[r], top_p[r], min_p[r], seed[r], choice[r], position[r]
         )

@@ -23,7 +23,7 @@ from xdeepserve.engine.run.lockstep.kernels import colocated_stages as d
 from xdeepserve.engine.run.lockstep.kernels import experts as e
 from xdeepserve.engine.run.lockstep.kernels import one_die
 from xdeepserve.engine.run.lockstep.kernels import pushed_stages as p
-from xdeepserve.engine.run.lockstep.lockstep import Call, Contribution, Lockstep, addresses
+from xdeepserve.engine.run.lockstep.lockstep import Call, Contribution, Lockstep, RowCounts, addresses
 from xdeepserve.engine.run.lockstep.timetable import Timed, Timetable
 from xdeepserve.engine.walk.schedule import Visit
 from xdeepserve.step.stage import Counts, Meet, Stage
@@ -113,6 +113,10 @@ class ColocatedLockstep(Lockstep):
         self.sent = np.array(
             [tables.address(space.take("expert_sent", 1)) for space in self.spaces], np.int64
         )
+        mems = [executor.mem for executor in self.executors]
+        kinds = np.array([(each.is_shared, len(each.slots)) for each in mems])
+        _, self.examples, self.kinds = np.unique(kinds, axis=0, return_index=True, return_inverse=True)
+        self.kinds = self.kinds.reshape(-1)  # of dies, by their experts; `examples` has a rank of each
 
     def run(self, shares: Sequence[Contribution], came: np.ndarray) -> np.ndarray:
         """Run all layers for all dies, which arrived at `came` [members] in ns; return when each is done, in
@@ -176,7 +180,8 @@ class ColocatedLockstep(Lockstep):
         """Compute when the stages happen in virtual time, by a walk through the same Programs."""
         tt = self.timetable
         known: dict[int, list[Timed]] = {}  # by Program, the stages on a die's own rows
-        batch = max(len(share.h) for share in shares)
+        rows = self.cuts[:, 1]
+        counts, batch = RowCounts.of(shares, self.cuts), int(rows.max())
         exchange_ns = functools.cache(lambda op: self.exchange_ns(op, batch))
         for visit, at in zip(visits, passes, strict=True):
             tt.drawing.at(layer=visit.layer_idx)
@@ -184,7 +189,7 @@ class ColocatedLockstep(Lockstep):
             own = known.get(id(visit.program))
             if own is None:
                 stages = [item for item in items if isinstance(item, Stage) and item.rows != "received"]
-                own = known[id(visit.program)] = [self._time(stage, visit, shares) for stage in stages]
+                own = known[id(visit.program)] = [self.price(stage, visit.layer, counts) for stage in stages]
             if len(own) == len(items):
                 tt.stages(own)
                 continue
@@ -194,49 +199,49 @@ class ColocatedLockstep(Lockstep):
                     op: Op = "dispatch" if "dispatch" in item.op else "combine"
                     tt.meet(item.op.replace("_", " "), exchange_ns(op))
                 elif item.rows == "received":
-                    tt.stages([self._time_experts(item, visit, shares, self.received[at].sum(axis=1))])
+                    tt.stages([self._time_experts(item, visit, rows, self.received[at].sum(axis=1))])
                 else:
                     tt.stages([next(rest)])
 
-    def _time(self, stage: Stage, visit: Visit, shares: Sequence[Contribution]) -> Timed:
-        """Price a stage on each die's own rows."""
-        runner, ns = self.executors[0].runner, np.zeros(len(shares), np.int64)
-        copies_of = self.shape.top_k if stage.name == "Experts" else 0
-        for rank, (h, _, batch) in enumerate(shares):
-            if len(h):
-                copies = len(h) * copies_of
-                touched = min(copies, len(self.executors[rank].mem.slots)) if copies else 0
-                counts = Counts(len(h), batch.context, batch.kv_tokens, copies, touched)
-                ns[rank] = round(runner.price_of(stage, visit.layer, counts))
-        return Timed(stage.name, stage.core, ns)
+    def _time_experts(self, stage: Stage, visit: Visit, rows: np.ndarray, received: np.ndarray) -> Timed:
+        """Price the routed experts of each die, for the copies that it has received [R].
 
-    def _time_experts(
-        self, stage: Stage, visit: Visit, shares: Sequence[Contribution], received: np.ndarray
-    ) -> Timed:
-        """Price the routed experts of each die, for the copies that it has received [R]."""
-        first, rows = self.executors[0], np.array([len(share.h) for share in shares])
-        index, ns = first.layer_index[id(visit.layer)], np.zeros(len(shares), np.int64)
-        for rank, count in enumerate(received.tolist()):
-            if count:
-                executor, counts = self.executors[rank], self.billed(rank, count, rows)
-                if executor.mem.is_shared:  # its Program is another one
-                    layer = self.columns[self.pass_of(visit.cache)][rank]
-                    own = next(
-                        each
-                        for each in executor.traversal.programs[index].feed
-                        if isinstance(each, Stage) and each.rows == "received"
-                    )
-                    ns[rank] = round(executor.runner.price_of(own, layer, counts))
-                else:
-                    ns[rank] = round(first.runner.price_of(stage, visit.layer, counts))
-        return Timed(stage.name, stage.core, ns)
+        `rows` [R] are the rows of all dies. Dies of one kind take equally long for equal copies.
+        """
+        copied = self.copied(rows)
+        cases = np.stack([self.kinds, received, copied], axis=1)
+        few, of_die = np.unique(cases, axis=0, return_inverse=True)
+        prices = [
+            self._price_experts(self.examples[kind], stage, visit, count, shared, rows) if count else 0
+            for kind, count, shared in few.tolist()
+        ]
+        return Timed(stage.name, stage.core, np.array(prices, np.int64)[of_die.reshape(-1)])
 
-    def billed(self, rank: int, received: int, rows: np.ndarray) -> Counts:
+    def _price_experts(
+        self, rank: int, stage: Stage, visit: Visit, received: int, copied: int, rows: np.ndarray
+    ) -> int:
+        """Return the time in ns of a die's routed experts, and of its copy of the shared one."""
+        executor, layer = self.executors[rank], visit.layer
+        if executor.mem.is_shared:  # its Program is another one
+            program = executor.traversal.programs[self.executors[0].layer_index[id(layer)]]
+            layer = self.columns[self.pass_of(visit.cache)][rank]
+            stage = next(each for each in program.feed if isinstance(each, Stage) and each.rows == "received")
+        counts = self.billed(rank, received, copied, rows)
+        return round(executor.runner.price_of(stage, layer, counts))
+
+    def copied(self, rows: np.ndarray) -> np.ndarray:
+        """Return how many of all dies' `rows` [R] each die's copy of the shared expert gets [R]."""
+        copied = np.zeros_like(rows)
+        if self.copy_rank is not None:
+            np.add.at(copied, self.copy_rank, rows)
+        return copied
+
+    def billed(self, rank: int, received: int, copied: int, rows: np.ndarray) -> Counts:
         """Return the work to bill to a die that has received `received` token copies.
 
-        `rows` [R] are the rows of all dies. Copies for the die's shared expert are counted by themselves.
+        `rows` [R] are the rows of all dies. Of the copies, `copied` are for the die's copy of the shared
+        expert; they are counted by themselves.
         """
-        copied = 0 if self.copy_rank is None else int(rows[self.copy_rank == rank].sum())
         executor, routed = self.executors[rank], received - copied
         mean = int(rows.sum()) * self.shape.top_k / executor.mem.placed.num_primary_dies
         copies = self.timetable.spec.billed_copies(routed, mean)

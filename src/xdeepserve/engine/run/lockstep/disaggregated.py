@@ -22,13 +22,19 @@ from xdeepserve.engine.run.lockstep.expert_prices import ExpertPrices
 from xdeepserve.engine.run.lockstep.kernels import disaggregated_stages as ends
 from xdeepserve.engine.run.lockstep.kernels import experts as e
 from xdeepserve.engine.run.lockstep.kernels import pushed_stages as p
-from xdeepserve.engine.run.lockstep.lockstep import Call, Contribution, Lockstep, Span, addresses
+from xdeepserve.engine.run.lockstep.lockstep import (
+    Call,
+    Contribution,
+    Lockstep,
+    RowCounts,
+    Span,
+    addresses,
+)
 from xdeepserve.engine.run.lockstep.timetable import DisaggregatedTimetable, Timed, TokenTimes
 from xdeepserve.engine.walk.schedule import Visit, cut_at
 from xdeepserve.hw.clock import Process
 from xdeepserve.model.config import ModelConfig
-from xdeepserve.step.frame import Batch
-from xdeepserve.step.stage import Counts, Stage
+from xdeepserve.step.stage import Stage
 
 EXPERT_OPS = ("A2E", "A2E'", "E2A")  # which expert dies find faults in
 
@@ -206,7 +212,7 @@ class DisaggregatedLockstep(Lockstep):
         tt, num_microbatches = self.timetable, self.num_microbatches
         times = [self._token_times(cuts[:, 1] - cuts[:, 0]) for cuts in self.cuts]
         experts_ns = [iter(self._experts_ns(m, visits, passes)) for m in range(num_microbatches)]
-        parts = [self._parts(shares, cuts) for cuts in self.cuts]
+        counts = [RowCounts.of(shares, cuts) for cuts in self.cuts]
         timed: dict[tuple[int, int], list[Timed]] = {}  # by Program and microbatch
         leaves: list[list[int]] = [[] for _ in range(num_microbatches)]  # by domain, if it is away
         last = 0  # the layer before, which a microbatch that is away is in
@@ -217,7 +223,7 @@ class DisaggregatedLockstep(Lockstep):
                 tt.drawing.at(layer=visit.layer_idx, microbatch=m)
                 key = id(visit.program), m
                 if key not in timed:
-                    timed[key] = self._time(visit, parts[m])
+                    timed[key] = self._time(visit, counts[m])
                 tt.stages(timed[key])
                 is_moe = visit.layer.moe is not None
                 leaves[m] = tt.serve(m, times[m], next(experts_ns[m])) if is_moe else []
@@ -242,25 +248,11 @@ class DisaggregatedLockstep(Lockstep):
         layers = [at for visit, at in zip(visits, passes, strict=True) if visit.layer.moe is not None]
         return self.prices.of(layers, self.received[layers, m], copied, rows.sum(axis=1))
 
-    @staticmethod
-    def _parts(shares: Sequence[Contribution], cuts: np.ndarray) -> list[Batch]:
-        """Return each die's rows of a microbatch."""
-        bounds = cuts.tolist()
-        return [share.batch.part(slice(lo, hi)) for share, (lo, hi) in zip(shares, bounds, strict=True)]
-
-    def _time(self, visit: Visit, parts: Sequence[Batch]) -> list[Timed]:
+    def _time(self, visit: Visit, rows: RowCounts) -> list[Timed]:
         """Price the stages of a layer on attention dies until its tokens are sent away."""
-        runner, (before, _) = self.executors[0].runner, cut_at(visit.program.feed, "a2e")
-        result = []
-        for stage in (*visit.program.attention, *before):
-            assert isinstance(stage, Stage)
-            ns = np.zeros(len(parts), np.int64)
-            for rank, part in enumerate(parts):
-                if part.num_tokens:
-                    counts = Counts(part.num_tokens, part.context, part.kv_tokens)
-                    ns[rank] = round(runner.price_of(stage, visit.layer, counts))
-            result.append(Timed(stage.name, stage.core, ns))
-        return result
+        before, _ = cut_at(visit.program.feed, "a2e")
+        stages = [item for item in (*visit.program.attention, *before) if isinstance(item, Stage)]
+        return [self.price(stage, visit.layer, rows) for stage in stages]
 
 
 def _keep(received: np.ndarray, ways: np.ndarray, worker: int, num: int) -> None:

@@ -21,6 +21,7 @@ from xdeepserve.engine.run.lockstep.kernels import attention as a
 from xdeepserve.engine.run.lockstep.kernels.side_by_side import layer_stage
 from xdeepserve.engine.run.lockstep.kernels.sync import LOST, new_sync, wait_for_others
 from xdeepserve.engine.run.lockstep.staged import StagedAttention, as_kernels_see
+from xdeepserve.engine.run.lockstep.timetable import Timed
 from xdeepserve.engine.walk.runner import Runner
 from xdeepserve.engine.walk.schedule import EndLayer, Visits
 from xdeepserve.errors import DeploymentError, ProtocolError, XDeepServeError
@@ -32,7 +33,7 @@ from xdeepserve.model.sharding import Shard
 from xdeepserve.model.tensors import Layer
 from xdeepserve.model.weights import is_routed
 from xdeepserve.step.frame import Batch, KVCache
-from xdeepserve.step.stage import LayerProgram, Meet
+from xdeepserve.step.stage import Counts, LayerProgram, Meet, Stage
 
 Call: TypeAlias = tuple[Callable[..., None], tuple[Any, ...]]
 """Kernel over dies and its arguments, except the last two: number of the worker, and of all workers."""
@@ -48,6 +49,32 @@ class Contribution(NamedTuple):
     h: Array
     visits: Visits
     batch: Batch
+
+
+class RowCounts(NamedTuple):
+    """Counts behind the prices of stages on all dies. Most dies have equal ones, which are priced once."""
+
+    few: list[list[int]]  # rows, positions that they attend to, cached positions read; all different
+    of_die: np.ndarray  # [dies]: its place among `few`
+
+    @classmethod
+    def of(cls, shares: Sequence[Contribution], cuts: np.ndarray) -> RowCounts:
+        """Count the rows between `cuts` [dies, 2] of each die's share, as `Batch.part` does die by die."""
+        num, batches = len(shares), [share.batch for share in shares]
+        die = np.repeat(np.arange(num), [batch.num_tokens for batch in batches])
+        first = np.cumsum([0, *(batch.num_tokens for batch in batches)])[:num]
+        row = np.arange(len(die)) - first[die]
+        is_in = (row >= cuts[die, 0]) & (row < cuts[die, 1])
+        seen = np.concatenate([batch.positions for batch in batches])[is_in].astype(np.int64) + 1
+        seq, die = np.concatenate([batch.seq_of for batch in batches])[is_in], die[is_in]
+        is_last = np.ones(len(die), bool)  # of its sequence's rows
+        is_last[:-1] = (seq[1:] != seq[:-1]) | (die[1:] != die[:-1])
+        counts = np.zeros((num, 3), np.int64)
+        np.add.at(counts[:, 0], die, 1)
+        np.add.at(counts[:, 1], die, seen)
+        np.add.at(counts[:, 2], die[is_last], seen[is_last])
+        few, of_die = np.unique(counts, axis=0, return_inverse=True)
+        return cls(few.tolist(), of_die.reshape(-1))
 
 
 Span: TypeAlias = tuple[str, ...]
@@ -257,6 +284,16 @@ class Lockstep(ABC):
         2]."""
         args = (self.shape, self.buffers, self.beside, self.weights[at], self.inputs, cuts, is_moe)
         return layer_stage, (*args, self.scratch, self.sync)
+
+    def price(self, stage: Stage, layer: Layer, rows: RowCounts) -> Timed:
+        """Price a stage on each die's own rows; experts, too, where a single die has all of them."""
+        runner, prices = self.executors[0].runner, []
+        copies_of = self.shape.top_k if stage.name == "Experts" else 0
+        for num_rows, context, kv_tokens in rows.few:
+            copies = num_rows * copies_of
+            counts = Counts(num_rows, context, kv_tokens, copies, min(copies, len(runner.frame.slots)))
+            prices.append(round(runner.price_of(stage, layer, counts)) if num_rows else 0)
+        return Timed(stage.name, stage.core, np.array(prices, np.int64)[rows.of_die])
 
     def spread(self, *rounds: Sequence[Call]) -> None:
         """Run kernels round by round on all threads.

@@ -151,7 +151,8 @@ class MetExchanges(ColocatedLockstep):
         Token copies for routed experts; the number of experts with rows; rows for a copy of the shared
         expert.
         """
-        counts = self.billed(place.rank, received, self.cuts[:, 1])
+        rows = self.cuts[:, 1]
+        counts = self.billed(place.rank, received, int(self.copied(rows)[place.rank]), rows)
         return counts.copies, counts.touched, counts.shared
 
     async def _meet(self, op: Op, place: MetPlace, event: int) -> None:

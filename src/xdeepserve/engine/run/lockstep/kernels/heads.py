@@ -1,4 +1,4 @@
-"""Logits of many dies with equal weights: their rows go through the product together."""
+"""Logits and tokens of many dies with equal weights: their rows go through the product together."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from xdeepserve.engine.run.lockstep.kernels.attention import AT_ONCE
 from xdeepserve.engine.run.lockstep.kernels.linear import groups_of, stacked_product
 from xdeepserve.engine.run.lockstep.kernels.sync import share
 from xdeepserve.jit.compiling import kernel
-from xdeepserve.jit.pointers import flat_like
+from xdeepserve.jit.pointers import f32, flat_like
+from xdeepserve.model.kernels.sampling import sample_one
 from xdeepserve.model.packing import COLUMNS, PAIR
 
 NEAR = 1 << 19  # bytes of a weight that all rows use one after the other
@@ -38,3 +39,19 @@ def head_stage(logits, x, weight, example, n, worker, num):
             stacked_product(out, x[row : row + rows], w, k_size, width, 1, 0, 0, last - first)
             for i in range(rows):
                 copy_payload(logits[row + i] + 4 * column, out[i].ctypes.data, 4 * width)
+
+
+@kernel
+def draw_stage(
+    tokens, logits, n, temperature, top_k, top_p, min_p, seed, choice, position, worker, num
+):  # fmt: skip
+    """Draw a thread's part of the tokens int32 [T] of all rows.
+
+    logits int64 [T]: addresses of each row's logits, float32 [n]. All else [T] as in `sample`.
+    """
+    first, last = share(tokens.size, worker, num)
+    for r in range(first, last):
+        tokens[r] = sample_one(
+            f32(logits[r], 1, n), 0,
+            temperature[r], top_k[r], top_p[r], min_p[r], seed[r], choice[r], position[r],
+        )  # fmt: skip
