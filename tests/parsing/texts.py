@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import cache
 
 from hypothesis import strategies as st
 
@@ -38,6 +39,7 @@ WORDS = (
 )
 
 
+@cache
 def marks_of_format(form: ToolFormat) -> list[str]:
     """All that is between angle brackets in a format, and the marks of reasoning."""
     n = NOTATIONS[form]
@@ -81,6 +83,7 @@ def text_at_random(rng: random.Random, form: ToolFormat) -> str:
     return "".join(parts)
 
 
+@cache
 def in_order(form: ToolFormat) -> list[str]:
     """Parts of a call that is right if none is left out."""
     n = NOTATIONS[form]
