@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.parsing.texts import SHREDS, cut, text_at_random
+from tests.parsing.texts import SHREDS, cut, text_at_random, text_with_words
 from xdeepserve.parsing import parse_answer, parse_pieces
 from xdeepserve.parsing.call_grammar import Function
 from xdeepserve.parsing.stream_parser import Parsed, StreamParser
@@ -131,16 +131,20 @@ def test_some_texts() -> None:
 
 
 FORMS = list(NOTATIONS)
+WORD = re.compile(r"w\d+w")
 FUNCTIONS = [Function(str(tool["name"]), json.dumps(tool["parameters"])) for tool in TOOLS]
 
 
 def fuzz(seed: int, num_texts: int) -> None:
-    """Parse texts at random, whole and in pieces; a length limit cuts some of them off."""
+    """Parse texts at random, whole and in pieces; a length limit cuts some off, others have words to be found
+    again."""
     rng = random.Random(seed)
     num_calls = 0
     for number in range(num_texts):
         form, functions = rng.choice(FORMS), FUNCTIONS if rng.random() < 0.5 else []
-        text, within, is_cut = text_at_random(rng, form), rng.random() < 0.2, rng.random() < 0.1
+        within, kind = rng.random() < 0.2, rng.random()
+        is_cut, has_words = kind < 0.1, kind > 0.9
+        text = text_with_words(rng, form) if has_words else text_at_random(rng, form)
         pieces = list(text) if number % 20 == 0 else cut(text, [rng.randrange(10_000) for _ in range(4)])
         whole, streamed = (
             parsed(each, StreamParser(True, form, in_reasoning=within, functions=functions), is_cut)
@@ -148,6 +152,10 @@ def fuzz(seed: int, num_texts: int) -> None:
         )
         assert streamed == whole, (form, text, pieces, within, is_cut)
         check_sound(whole, text, is_cut)
+        if has_words:
+            calls = " ".join(f"{call.name} {call.arguments}" for call in whole.tool_calls)
+            found = f"{whole.content} {whole.reasoning} {calls}"
+            assert all(word in found for word in WORD.findall(text)), (form, text, within)
         num_calls += len(whole.tool_calls)
     assert num_calls > num_texts / 10
 

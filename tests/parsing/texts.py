@@ -83,6 +83,16 @@ def text_at_random(rng: random.Random, form: ToolFormat) -> str:
     return "".join(parts)
 
 
+def text_with_words(rng: random.Random, form: ToolFormat) -> str:
+    """Some texts at random, each with a word of its own behind; no parameter comes twice, since of two of one
+    name the last one counts."""
+    text = "".join(f"{text_at_random(rng, form)}w{number}w" for number in range(rng.randrange(1, 4)))
+    if (tags := NOTATIONS[form].tags) is None:
+        return text
+    first, *others = text.split(f"{tags.key}a")
+    return first + "".join(f"{tags.key}a{number}{other}" for number, other in enumerate(others))
+
+
 @cache
 def in_order(form: ToolFormat) -> list[str]:
     """Parts of a call that is right if none is left out."""
