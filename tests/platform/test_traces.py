@@ -227,6 +227,14 @@ def test_a_file_that_is_cut_off_is_refused(file: Written) -> None:
         read_trace(file(b"\xff\xfe\n"))
 
 
+def test_requests_without_tokens_are_said(file: Written) -> None:
+    rows = "2024-05-10,0,3\n2024-05-10,7,0\n2024-05-10,7,3\n"
+    assert arrivals(file(HEADER + rows))[1] == (
+        "line 2 has 0 + 3 tokens, and so have 1 more: one token stands for none; "
+        "leave out requests that failed"
+    )
+
+
 @pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
 def test_a_trace_may_be_compressed(file: Written, pack: Callable[[bytes], bytes]) -> None:
     text = SHAPES["mooncake"][1]

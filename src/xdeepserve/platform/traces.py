@@ -536,6 +536,12 @@ def _trace(
             notes.append(f"{column} is in {unit}, by its spacing; {say_it}")
         elif (rate := _strange_rate(gap * NS[unit] / 1e9)) and len(rows) > 1:
             notes.append(f"{column} is in {unit}, as in {form.whose} format: {rate}; {say_it}")
+    if empty := [row for row in rows if not (row.prompt and row.output)]:
+        first, others = empty[0], f", and so have {len(empty) - 1} more" if len(empty) > 1 else ""
+        notes.append(
+            f"line {first.line} has {first.prompt} + {first.output} tokens{others}: one token stands for none; leave "
+            "out requests that failed"
+        )
     if late := sum(one.at_ns > two.at_ns for one, two in itertools.pairwise(requests)):
         notes.append(f"rows are not in order of time in {late} place{'s' if late > 1 else ''}: sorted")
         requests.sort(key=lambda request: request.at_ns)
