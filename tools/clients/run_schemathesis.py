@@ -40,9 +40,7 @@ def main() -> int:
     parser.add_argument("--work", type=Path, help="where the environment is kept")
     parser.add_argument("--examples", type=int, default=FEW, help=f"for each operation; default {FEW}")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument(
-        "--open", action="store_true", help="also try what --state and --admin open"
-    )
+    parser.add_argument("--open", action="store_true", help="also try what --state and --admin open")
     args = parser.parse_args()
     with contextlib.ExitStack() as stack:
         work = args.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))

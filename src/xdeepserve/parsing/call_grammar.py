@@ -249,7 +249,7 @@ class CallGrammar:
         return call
 
     def _list_separator(self) -> Steps[None]:
-        """Take what stands behind a call in a list of calls: a comma and another call, or the list's end."""
+        """Take the separator behind a call in a list: a comma before another call, or the list's end."""
         source = self._source
         place = source.at
         yield from source.run(SPACE)

@@ -539,8 +539,8 @@ def _trace(
     if empty := [row for row in rows if not (row.prompt and row.output)]:
         first, others = empty[0], f", and so have {len(empty) - 1} more" if len(empty) > 1 else ""
         notes.append(
-            f"line {first.line} has {first.prompt} + {first.output} tokens{others}: one token stands for none; leave "
-            "out requests that failed"
+            f"line {first.line} has {first.prompt} + {first.output} tokens{others}: one token stands for "
+            "none; leave out requests that failed"
         )
     if late := sum(one.at_ns > two.at_ns for one, two in itertools.pairwise(requests)):
         notes.append(f"rows are not in order of time in {late} place{'s' if late > 1 else ''}: sorted")
