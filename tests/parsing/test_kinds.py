@@ -538,6 +538,12 @@ def test_calls_in_one_block(begin: str, end: str, between: str) -> None:
     assert calls_of("hermes", text) == ("So. Done.", "", expected)
 
 
+def test_a_call_that_is_quoted_behind_one_without_an_end_is_text() -> None:
+    quoted = f"I sent {SAVED}."
+    found = calls_of("hermes", f"<tool_call>{SAVED}\n{quoted}")
+    assert found == (quoted, "", [("save", {"file": "a"})])
+
+
 def test_words_in_a_block_of_calls_stay_text() -> None:
     text = hermes(f'{SAVED}\nand {{"name": "Bern"}}, [1], {SAVED}')
     expected = 'and {"name": "Bern"}, [1],'

@@ -159,13 +159,13 @@ class CallGrammar:
     """Reads calls of one format from a source.
 
     partial   the part of the current call that is known: where the text is cut off, it is all there is
-    is_open   a section of calls has begun and not ended: a call in there needs no opener of its own
+    follows   the place is right behind a call in a section that has not ended: another needs no opener
     """
 
     def __init__(self, source: TextSource, notation: ToolNotation, functions: OfferedFunctions) -> None:
         self._source, self._notation, self._functions = source, notation, functions
         self.partial: ParsedCall | None = None
-        self.is_open = False
+        self.follows = False
         self._num_searches = 0
         tags = notation.tags
         if tags is not None:
@@ -242,7 +242,7 @@ class CallGrammar:
         if fence:
             yield from source.run(SPACE)
             yield from source.take(fence)
-        if is_begun or self.is_open:
+        if is_begun or self.follows:
             yield from self._list_separator()
         elif not (yield from source.peek_behind_space(*ends)):
             raise NoCallError
