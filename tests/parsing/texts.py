@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from functools import cache
 
 from hypothesis import strategies as st
@@ -51,6 +52,8 @@ def marks_of_format(form: ToolFormat) -> list[str]:
 
 MARKS = sorted({mark for form in NOTATIONS for mark in marks_of_format(form)})
 
+FENCE, NEWLINE = re.compile(r"```[ \t\w]*$"), "\n"
+
 SHREDS = st.lists(
     st.sampled_from([*MARKS, *(mark[:-1] for mark in MARKS), *(mark[1:] for mark in MARKS), *WORDS]),
     max_size=12,
@@ -84,9 +87,12 @@ def text_at_random(rng: random.Random, form: ToolFormat) -> str:
 
 
 def text_with_words(rng: random.Random, form: ToolFormat) -> str:
-    """Some texts at random, each with a word of its own behind; no parameter comes twice, since of two of one
-    name the last one counts."""
-    text = "".join(f"{text_at_random(rng, form)}w{number}w" for number in range(rng.randrange(1, 4)))
+    """Some texts at random, each with a word of its own behind, which names no language of a fence; no
+    parameter comes twice, since of two of one name the last one counts."""
+    text = ""
+    for number in range(rng.randrange(1, 4)):
+        text += text_at_random(rng, form)
+        text += f"{NEWLINE if FENCE.search(text) else ''}w{number}w"
     if (tags := NOTATIONS[form].tags) is None:
         return text
     first, *others = text.split(f"{tags.key}a")
