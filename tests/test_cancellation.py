@@ -38,7 +38,6 @@ MAY_WAIT = {"engine/serving/joining.py": "clock.join(clock.spawn("}  # a process
 # Handlers of every failure around a wait that do not raise: RollbackCalled must never come there.
 MAY_ABSORB = {
     "comm/distflow/endpoint.py": "a transfer between TEs: no part of a step, so never called back",
-    "comm/distflow/link_probe.py": "a dummy payload between TEs: no part of a step",
     "comm/distflow/send_receive.py": "a kernel of a transfer between TEs: no part of a step",
     "engine/die/experts.py": "the last handler of a kernel, behind that of RollbackCalled",
     "engine/die/program.py": "the last handler of a die's program, or of a transfer beside steps",

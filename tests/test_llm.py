@@ -1,11 +1,14 @@
 """The facade: outputs, logits, errors, and that nothing is left behind."""
 
+import copy
 import inspect
 import json
+import pickle
 import re
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -282,6 +285,34 @@ def test_a_chat_takes_messages_in_the_forms_of_the_api(llm: LLM) -> None:
         [{"type": "reasoning", "text": "Hm."}, "No."],
     ):
         assert ids({"role": "assistant", "content": parts}) == ids({"role": "assistant", "content": "No."})
+
+
+@pytest.mark.parametrize("copy_of", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_an_llm_is_not_copied(llm: LLM, copy_of: Callable[[LLM], object]) -> None:
+    with pytest.raises(XDeepServeError, match="cannot be copied or sent to another process; make an LLM"):
+        copy_of(llm)
+
+
+def test_arguments_that_no_json_can_have_are_refused(llm: LLM) -> None:
+    within: dict[str, object] = {}
+    within["itself"] = within
+    deep: object = 1
+    for _ in range(100_000):
+        deep = [deep]
+    for arguments in (within, {"a": deep}, {"a": {1, 2}}):
+        call = {"id": "c", "function": {"name": "f", "arguments": arguments}}
+        with pytest.raises(RequestError, match="arguments must be an object or its JSON"):
+            llm.chat([{"role": "assistant", "tool_calls": [call]}], GREEDY)
+
+
+def test_a_chat_goes_on_with_its_last_message(llm: LLM) -> None:
+    begun = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "So"}]
+    chat = llm.chat(begun, GREEDY, continue_final_message=True)
+    assert llm.tokenizer is not None
+    assert chat.prompt_token_ids == llm.tokenizer.apply_chat_template(begun, False, None, True)
+    assert llm.tokenizer.decode(chat.prompt_token_ids).endswith("So")
+    with pytest.raises(RequestError, match="prefix is not supported; use continue_final_message"):
+        llm.chat([*begun[:1], {**begun[1], "prefix": True}], GREEDY)
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,9 @@ class FakeTokenizer:
     """One token a byte, and four special ones."""
 
     has_regexes = False
+    template_variables = frozenset(
+        ("messages", "tools", "reasoning_effort", "thinking", "forbidden", "enable_thinking")
+    )
     vocab_size = VOCAB_SIZE
 
     def __init__(self) -> None:

@@ -360,6 +360,23 @@ async def test_thinking_is_told_to_the_template(
     assert (await post(CHAT, messages=[HI], thinking={"type": "enabled", "budgt": 1}))[0] == 400
 
 
+async def test_variables_that_no_template_reads_are_named(client: TestClient, engine: FakeEngine) -> None:
+    for path in (CHAT, "/tokenize"):
+        given = {"thinking": False, "mood": "calm", "nothing": None}
+        body = {"messages": [HI], "chat_template_kwargs": given}
+        async with client.post(path, json=body) as answer:
+            assert answer.status == 200, await answer.text()
+            assert answer.headers["X-Ignored-Fields"] == "chat_template_kwargs.mood"
+        async with client.post(path, json={**body, "chat_template_kwargs": {"thinkin": False}}) as answer:
+            assert "chat_template_kwargs.thinkin (did you mean thinking?)" in await answer.text()
+            assert answer.status == 400
+        async with client.post(path, json={**body, "chat_template_kwargs": {"thinking": False}}) as answer:
+            assert "X-Ignored-Fields" not in answer.headers
+    body = {"messages": [HI], "chat_template_kwargs": {"mood": "calm"}}
+    async with strict(engine) as all_refused, all_refused.post(CHAT, json=body) as answer:
+        assert (answer.status, "chat_template_kwargs.mood" in await answer.text()) == (400, True)
+
+
 async def test_a_strict_server_refuses_all(engine: FakeEngine) -> None:
     async with strict(engine) as client:
         for fields, code in (

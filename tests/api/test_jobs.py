@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,37 @@ async def test_files_are_kept_and_forgotten(api: openai.AsyncOpenAI) -> None:
     await api.fine_tuning.jobs.cancel(job.id)
     assert (await api.files.delete(file.id)).deleted
     assert [each.id async for each in api.files.list()] == []
+
+
+LINES = (
+    *(b"--x", b"--x--", b"", b"--y", b"\xff", b"{}", b"fine-tune", b"Content-Type: text/plain; charset=none"),
+    *(b'Content-Disposition: form-data; name="purpose"', b"Content-Disposition: form-data", b"a: b: c"),
+    *(b'Content-Disposition: form-data; name="file"; filename="a"', b"Content-Length: a", b"no header"),
+    *(b'Content-Disposition: form-data; name="mood"', b"Content-Transfer-Encoding: base64"),
+    *(b"Content-Type: multipart/mixed; boundary=y", b"Content-Encoding: gzip", b"Content-Length: -1"),
+    b"Content-Type: multipart/form-data",
+)
+TYPES = (
+    *(None, "", "multipart/form-data", "multipart/form-data; boundary=x", 'multipart/form-data; boundary=""'),
+    *(f"multipart/form-data; boundary={'x' * 80}", "multipart/form-data; boundary=\xe9", "multipart/mixed"),
+    *("application/json", "multipart/form-data; boundary=x; charset=none"),
+)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_forms_at_random(shared: openai.AsyncOpenAI) -> None:
+    """Whatever comes as a form is kept or refused."""
+    rng = random.Random(5)
+    url = f"{shared.base_url}files"
+    async with aiohttp.ClientSession() as session:
+        for number in range(300):
+            kind = rng.choice(TYPES) if number % 2 else "multipart/form-data; boundary=x"
+            lines = [b"--x", *rng.choices(LINES, k=rng.randrange(8)), *rng.choices((b"--x--",), k=number % 2)]
+            body = b"" if number % 10 == 1 else b"\r\n".join(lines) + b"\r\n"
+            headers = {} if kind is None else {"Content-Type": kind}
+            asked = session.post(url, data=body, headers=headers, skip_auto_headers=["Content-Type"])
+            async with asked as answer:
+                assert answer.status < 500, (kind, body, await answer.text())
 
 
 def quantization(**settings: Any) -> dict[str, Any]:

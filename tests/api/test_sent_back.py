@@ -96,6 +96,35 @@ async def test_reasoning_comes_back_in_every_field(
     assert shown(agent)[1] == {"role": "assistant", "content": "yes", "reasoning_content": "hm"}
 
 
+THOUGHT = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
+SUMMED = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}], "encrypted_content": "x"}
+YES = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "yes"}]}
+
+
+@pytest.mark.parametrize(
+    ("items", "thoughts"),
+    [
+        ([THOUGHT, YES], ["hm"]),
+        ([SUMMED, YES], ["hm"]),
+        ([{**THOUGHT, "summary": SUMMED["summary"]}, YES], ["hm"]),
+        ([{"type": "reasoning", "content": "hm"}, YES], ["hm"]),
+        ([THOUGHT, SUMMED, YES], ["hmhm"]),
+        ([{"type": "reasoning", "summary": [], "encrypted_content": "x"}, YES], [None]),
+        ([THOUGHT, {"type": "message", "role": "assistant", "content": None}], ["hm"]),
+        # A limit has cut the answer within its reasoning, which is not that of a later answer.
+        ([THOUGHT, HI, YES], ["hm", None]),
+        ([YES, THOUGHT], [None, "hm"]),
+    ],
+)
+async def test_reasoning_stays_with_its_answer(
+    post: Post, agent: FakeEngine, items: list[dict[str, Any]], thoughts: list[str | None]
+) -> None:
+    status, body = await post(RESPONSES, input=[HI, *items, HI])
+    assert status == 200, body
+    said = [message for message in shown(agent) if message["role"] == "assistant"]
+    assert [message.get("reasoning_content") for message in said] == thoughts
+
+
 @pytest.mark.parametrize(
     "message",
     [

@@ -13,6 +13,7 @@ from tests.engine.histories import APART, DEPLOYMENTS, SMALL
 from tests.engine.tools import tokens_and_errors
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.die import sampler
+from xdeepserve.engine.run.lockstep import heads
 from xdeepserve.model import sampling
 from xdeepserve.model.presets import TinyCheckpoint
 
@@ -49,6 +50,18 @@ def failing_sample(how: str, first_position: int) -> Callable[..., None]:
     return sample
 
 
+def failing_stage(first_position: int) -> Callable[..., None]:
+    """The kernel that draws for all dies in lockstep; a die without a token draws again and finds out why."""
+    real = heads.draw_stage
+
+    def stage(tokens: np.ndarray, *args: Any) -> None:
+        real(tokens, *args)
+        seed, position = args[6], args[8]
+        tokens[(seed == VICTIM) & (position >= first_position)] = -1
+
+    return stage
+
+
 # The first token; one in the middle; or what the model thinks of a token of the prompt.
 POSITIONS = (20, 24, 5)
 CASES = [
@@ -70,6 +83,7 @@ def test_a_row_that_fails_ends_its_request_alone(
         wanted = tokens_and_errors(llm, asked)
     with LLM(tiny, deployment, overrides=[*SMALL, *overrides]) as llm:
         monkeypatch.setattr(sampler, "sample", failing_sample(how, first_position))
+        monkeypatch.setattr(heads, "draw_stage", failing_stage(first_position))
         for _ in range(2):  # the second time from the prefix cache
             found = tokens_and_errors(llm, asked)
             assert [found[i] for i in (0, 1, 3)] == [wanted[i] for i in (0, 1, 3)]

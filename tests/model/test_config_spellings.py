@@ -337,7 +337,10 @@ def test_a_model_nested_in_one_that_sees_images_is_named(load) -> None:
     found = refusal(load, nested)
     assert 'model_type "kimi_k25" is not supported' in found
     assert "its text_config is a kimi_k2 model, which is supported as a checkpoint of its own" in found
+    assert "text_config {" not in found
     assert "text_config is a" not in refusal(load, nested | {"text_config": {"model_type": ["a"]}})
+    other = {"model_type": "deepseek_vl_v2", "language_config": V2}
+    assert "its language_config is a deepseek_v2 model" in refusal(load, other)
 
 
 # ---- DeepSeek-V2 ---------------------------------------------------------------------------------------

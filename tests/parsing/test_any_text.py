@@ -11,9 +11,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.parsing.texts import SHREDS, cut, text_at_random
+from tests.parsing.texts import SHREDS, cut, text_at_random, text_with_words
 from xdeepserve.parsing import parse_answer, parse_pieces
-from xdeepserve.parsing.stream_parser import Parsed
+from xdeepserve.parsing.call_grammar import Function
+from xdeepserve.parsing.stream_parser import Parsed, StreamParser
 from xdeepserve.parsing.tool_formats import NOTATIONS, ToolFormat
 
 TOOLS = [
@@ -25,12 +26,13 @@ FORMATS = st.sampled_from(list(NOTATIONS))
 PLACES = st.lists(st.integers(0, 10_000), max_size=8)
 
 
-def check_sound(found: Parsed, text: str) -> None:
-    """Calls have arguments that are JSON objects; the rest is the text's own, in its order."""
-    for number, call in enumerate(found.tool_calls):
-        assert call.index == number
+def check_sound(found: Parsed, text: str, is_cut: bool = False) -> None:
+    """Calls have arguments that are JSON objects, but for the last one of a text that is cut; the rest is the
+    text's own, in its order."""
+    for number, call in enumerate(found.tool_calls, 1):
+        assert call.index == number - 1
         assert call.name
-        assert isinstance(json.loads(call.arguments), dict)
+        assert (is_cut and number == len(found.tool_calls)) or isinstance(json.loads(call.arguments), dict)
     for said in (found.content, found.reasoning):
         letters = iter(text)
         assert all(letter in letters for letter in said)
@@ -128,17 +130,38 @@ def test_some_texts() -> None:
     fuzz(SEEDS + 1, 300)
 
 
+FORMS = list(NOTATIONS)
+WORD = re.compile(r"w\d+w")
+FUNCTIONS = [Function(str(tool["name"]), json.dumps(tool["parameters"])) for tool in TOOLS]
+
+
 def fuzz(seed: int, num_texts: int) -> None:
-    """Parse texts at random, whole and in pieces."""
+    """Parse texts at random, whole and in pieces; a length limit cuts some off, others have words to be found
+    again."""
     rng = random.Random(seed)
     num_calls = 0
     for number in range(num_texts):
-        form = rng.choice(list(NOTATIONS))
-        text, tools, within = text_at_random(rng, form), rng.choice([TOOLS, []]), rng.random() < 0.2
-        whole = parse_answer(text, format=form, tools=tools, in_reasoning=within)
-        check_sound(whole, text)
-        pieces = list(text) if number % 10 == 0 else cut(text, [rng.randrange(10_000) for _ in range(4)])
-        streamed = parse_pieces(pieces, format=form, tools=tools, in_reasoning=within)
-        assert streamed == whole, (form, text, within)
+        form, functions = rng.choice(FORMS), FUNCTIONS if rng.random() < 0.5 else []
+        within, kind = rng.random() < 0.2, rng.random()
+        is_cut, has_words = kind < 0.1, kind > 0.9
+        text = text_with_words(rng, form) if has_words else text_at_random(rng, form)
+        pieces = list(text) if number % 20 == 0 else cut(text, [rng.randrange(10_000) for _ in range(4)])
+        whole, streamed = (
+            parsed(each, StreamParser(True, form, in_reasoning=within, functions=functions), is_cut)
+            for each in ([text], pieces)
+        )
+        assert streamed == whole, (form, text, pieces, within, is_cut)
+        check_sound(whole, text, is_cut)
+        if has_words:
+            calls = " ".join(f"{call.name} {call.arguments}" for call in whole.tool_calls)
+            found = f"{whole.content} {whole.reasoning} {calls}"
+            assert all(word in found for word in WORD.findall(text)), (form, text, within)
         num_calls += len(whole.tool_calls)
     assert num_calls > num_texts / 10
+
+
+def parsed(pieces: list[str], parser: StreamParser, is_cut: bool) -> Parsed:
+    """Parse pieces of a text; `is_cut`: a length limit has ended the text."""
+    found = [*map(parser.push, pieces[:-1]), parser.finish("".join(pieces[-1:]), is_cut)]
+    calls = [call for each in found for call in each.tool_calls]
+    return Parsed("".join(each.content for each in found), "".join(each.reasoning for each in found), calls)

@@ -33,10 +33,15 @@ TOOLS = [
                 "limit": {"type": ["integer", "null"]},
                 "extra": {"type": "object", "nullable": True},
                 "tree": {"$ref": "#/$defs/tree"},
+                "anchored": {"$ref": "#digits"},
+                "named": {"$ref": "https://a.test/digits"},
+                "part": {"$ref": "list.json#/items"},
+                "lost": {"$ref": "other.json"},
             },
             "$defs": {
                 "code": {"$ref": "#/$defs/digits"},
-                "digits": TEXT,
+                "digits": {**TEXT, "$anchor": "digits", "$id": "https://a.test/digits"},
+                "list": {"$id": "list.json", "type": "array", "items": TEXT},
                 "tree": {"anyOf": [{"type": "number"}, {"type": "array", "items": {"$ref": "#/$defs/tree"}}]},
             },
         },
@@ -227,6 +232,14 @@ MEANT: dict[str, tuple[str, str, Any]] = {
         dsml(("file", "5", "true")).replace(' name="file"', ' id=1 name="file" kind="x"'),
         {"file": "5"},
     ),
+    "attribute of a text before": (
+        "deepseek_v32",
+        dsml(("file", "5", "x"), ("count", "5", "x"))
+        .replace(' string="x"', "")
+        .replace(' name="file"', ' string="True" name="file"')
+        .replace(' name="count"', " string='false' name=\"count\""),
+        {"file": "5", "count": 5},
+    ),
     "attribute, qwen": (
         "qwen3_coder",
         qwen(("file", "a")).replace("=file", '=file type="string"'),
@@ -241,6 +254,11 @@ MEANT: dict[str, tuple[str, str, Any]] = {
     ),
     # Whether a value is a text.
     "text by $ref of a $ref": ("qwen3_coder", qwen(("code", "0815")), {"code": "0815"}),
+    "text by other references": (
+        "glm",
+        glm(("anchored", "0815"), ("named", "15"), ("part", "16"), ("lost", "17")),
+        {"anchored": "0815", "named": "15", "part": "16", "lost": "17"},
+    ),
     "text or number": ("glm", glm(("plz", "10999"), ("count", "7")), {"plz": "10999", "count": 7}),
     "one of texts, or number": ("minimax", minimax(("level", "3")), {"level": 3}),
     "one of texts": ("minimax", minimax(("level", "low")), {"level": "low"}),
@@ -391,6 +409,23 @@ MEANT: dict[str, tuple[str, str, Any]] = {
         deepseek("function", 'save\n``` json5 \n{"file": "a"}\n```'),
         {"file": "a"},
     ),
+    "a list of one call": ("hermes", hermes(f"[{SAVED}]"), {"file": "a"}),
+    # Braces doubled, as Qwen2.5's template shows them.
+    **{
+        f"doubled braces, {body}": ("hermes", hermes(body), {"file": "a"})
+        for body in (
+            '{{"name": "save", "arguments": {"file": "a"}}}',
+            '{{"name": "save", "arguments": {{"file": "a"}}}}',
+            '{{"name": "save", "arguments": {"file": "a"}}',
+            '{{ "name": "save", "file": "a" }}',
+        )
+    },
+    "doubled braces, no opener": (
+        "hermes",
+        '{{"name": "save", "arguments": {"file": "a"}}}\n</tool_call>',
+        {"file": "a"},
+    ),
+    "doubled braces, kimi": ("kimi", kimi("functions.save:0", '{{"file": "a"}}'), {"file": "a"}),
     "fence, hermes": ("hermes", hermes(f"```json\n{SAVED}\n```"), {"file": "a"}),
     "line breaks in a tag": (
         "minimax",
@@ -436,6 +471,7 @@ def test_a_parameter_may_be_called_as_arguments_are() -> None:
         ('"file": "a", "text": "b', '{"file": "a", "text": "b'),
         ('"id": "c', ""),
         ('"fi', ""),
+        ('"arguments": {{"file": "a', '{"file": "a'),
     ],
 )
 def test_a_cut_call_has_the_arguments_so_far(members: str, arguments: str) -> None:
@@ -443,6 +479,36 @@ def test_a_cut_call_has_the_arguments_so_far(members: str, arguments: str) -> No
     found = parser.finish(f'<tool_call>\n{{"name": "\\nsave", {members}', is_cut=True)
     assert [(call.name, call.arguments) for call in found.tool_calls] == [("save", arguments)]
     assert found.content == ""
+
+
+@pytest.mark.parametrize("name", ["save\\x", "save\n", "\\ud83d"])
+def test_a_cut_call_may_have_a_name_that_is_no_json(name: str) -> None:
+    text = f'<tool_call>{{"name": "{name}", "arguments": {{"file": "a'
+    found = StreamParser(True, "hermes").finish(text, is_cut=True)
+    assert found.content == ""
+    assert [call.name for call in found.tool_calls] in ([name.strip()], [])
+
+
+@pytest.mark.parametrize(
+    ("body", "arguments"),
+    [
+        ('{"name": "save", "arguments": {"text": "\\ud83d"}, "count": 5}', '{"text": "\\ud83d", "count": 5}'),
+        ('{"function": {"name": "save", "arguments": {"text": "\\ud83d"}}}', '{"text": "\\ud83d"}'),
+        ("{'name': 'save', 'arguments': {'\\ud83d': 1}}", '{"\\ud83d": 1}'),
+        ('{"name": "save", "arguments": {"a": 1e999}, "count": 5}', '{"a": 1e999, "count": 5}'),
+        ('{"name": "save", "arguments": {"a": 0.10}, "count": 5}', '{"a": 0.10, "count": 5}'),
+    ],
+)
+def test_values_stay_as_they_are_written(body: str, arguments: str) -> None:
+    """Half a character that JSON escapes has no bytes, and a number may be beyond Python's."""
+    [call] = parse_answer(hermes(body), format="hermes", tools=TOOLS).tool_calls
+    assert call.arguments == arguments
+    call.arguments.encode()
+
+
+def test_half_a_character_is_no_name() -> None:
+    text = hermes('{"name": "\\ud83d", "arguments": {}}')
+    assert parse_answer(text, format="hermes").content == text
 
 
 @pytest.mark.parametrize(
@@ -455,11 +521,33 @@ def test_a_cut_call_has_the_arguments_so_far(members: str, arguments: str) -> No
         "functionssave3",
         "functions_save_3",
         "function.save:1",
+        "functions.functions.save:0",
     ],
 )
 def test_ids_name_a_function(call_id: str) -> None:
     found = parse_answer(kimi(call_id, "{}"), format="kimi", tools=TOOLS)
     assert [(call.id, call.name) for call in found.tool_calls] == [(call_id, "save")]
+
+
+@pytest.mark.parametrize("between", ["\n", ",\n", ", ", ""])
+@pytest.mark.parametrize(("begin", "end"), [("", ""), ("[", "]"), ("[\n", "\n]\n")])
+def test_calls_in_one_block(begin: str, end: str, between: str) -> None:
+    bodies = [f'{{"name": "save", "arguments": {{"count": {number}}}}}' for number in range(3)]
+    text = f"So. {hermes(begin + between.join(bodies) + end)} Done."
+    expected = [("save", {"count": number}) for number in range(3)]
+    assert calls_of("hermes", text) == ("So. Done.", "", expected)
+
+
+def test_a_call_that_is_quoted_behind_one_without_an_end_is_text() -> None:
+    quoted = f"I sent {SAVED}."
+    found = calls_of("hermes", f"<tool_call>{SAVED}\n{quoted}")
+    assert found == (quoted, "", [("save", {"file": "a"})])
+
+
+def test_words_in_a_block_of_calls_stay_text() -> None:
+    text = hermes(f'{SAVED}\nand {{"name": "Bern"}}, [1], {SAVED}')
+    expected = 'and {"name": "Bern"}, [1],'
+    assert calls_of("hermes", text) == (expected, "", [("save", {"file": "a"})] * 2)
 
 
 def test_ids_of_unknown_functions_lose_what_surely_is_none_of_the_name() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import re
+from functools import cache
 
 from hypothesis import strategies as st
 
@@ -38,6 +40,7 @@ WORDS = (
 )
 
 
+@cache
 def marks_of_format(form: ToolFormat) -> list[str]:
     """All that is between angle brackets in a format, and the marks of reasoning."""
     n = NOTATIONS[form]
@@ -48,6 +51,8 @@ def marks_of_format(form: ToolFormat) -> list[str]:
 
 
 MARKS = sorted({mark for form in NOTATIONS for mark in marks_of_format(form)})
+
+FENCE, NEWLINE = re.compile(r"```[ \t\w]*$"), "\n"
 
 SHREDS = st.lists(
     st.sampled_from([*MARKS, *(mark[:-1] for mark in MARKS), *(mark[1:] for mark in MARKS), *WORDS]),
@@ -81,6 +86,20 @@ def text_at_random(rng: random.Random, form: ToolFormat) -> str:
     return "".join(parts)
 
 
+def text_with_words(rng: random.Random, form: ToolFormat) -> str:
+    """Some texts at random, each with a word of its own behind, which names no language of a fence; no
+    parameter comes twice, since of two of one name the last one counts."""
+    text = ""
+    for number in range(rng.randrange(1, 4)):
+        text += text_at_random(rng, form)
+        text += f"{NEWLINE if FENCE.search(text) else ''}w{number}w"
+    if (tags := NOTATIONS[form].tags) is None:
+        return text
+    first, *others = text.split(f"{tags.key}a")
+    return first + "".join(f"{tags.key}a{number}{other}" for number, other in enumerate(others))
+
+
+@cache
 def in_order(form: ToolFormat) -> list[str]:
     """Parts of a call that is right if none is left out."""
     n = NOTATIONS[form]

@@ -1,10 +1,12 @@
 """Public formats, found by themselves; what is mended and what is refused; and the generator's statistics."""
 
+import bz2
 import csv
 import functools
 import gzip
 import io
 import json
+import lzma
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -215,8 +217,37 @@ def test_a_file_that_is_cut_off_is_refused(file: Written) -> None:
     packed = gzip.compress(SHAPES["mooncake"][1].encode() * 50)
     with pytest.raises(InputError, match="trace: cannot be unpacked: Compressed file ended"):
         read_trace(file(packed[: len(packed) // 2]))
+    for pack in (bz2.compress, lzma.compress):
+        packed = pack(SHAPES["mooncake"][1].encode() * 50)
+        with pytest.raises(InputError, match="trace: cannot be unpacked: Compressed file ended"):
+            read_trace(file(packed[: len(packed) // 2]))
+        with pytest.raises(InputError, match="trace: cannot be unpacked: "):
+            read_trace(file(packed[:20] + b"no such block" + packed[20:]))
     with pytest.raises(InputError, match="trace: not a text in UTF-8"):
-        read_trace(file(b"PK\x03\x04\xff\xfe\n"))
+        read_trace(file(b"\xff\xfe\n"))
+
+
+def test_requests_without_tokens_are_said(file: Written) -> None:
+    rows = "2024-05-10,0,3\n2024-05-10,7,0\n2024-05-10,7,3\n"
+    assert arrivals(file(HEADER + rows))[1] == (
+        "line 2 has 0 + 3 tokens, and so have 1 more: one token stands for none; "
+        "leave out requests that failed"
+    )
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
+def test_a_trace_may_be_compressed(file: Written, pack: Callable[[bytes], bytes]) -> None:
+    text = SHAPES["mooncake"][1]
+    assert read_trace(file(pack(text.encode()))) == read_trace(file(text))
+
+
+@pytest.mark.parametrize(
+    ("begin", "reason"),
+    [(b"PK\x03\x04", "a zip archive: unpack the trace"), (b"PAR1", "a Parquet file: write it as CSV")],
+)
+def test_files_of_other_kinds_say_what_to_do(file: Written, begin: bytes, reason: str) -> None:
+    with pytest.raises(InputError, match=f"trace: {reason}"):
+        read_trace(file(begin + b"\xff\xfe\n"))
 
 
 # ---- what is mended, and said ------------------------------------------------------------------------------
@@ -506,7 +537,9 @@ def without(field: str) -> dict[str, Any]:
             )
         ),
         (None, lines([ONE]) + "7\n", "line 2: must be a JSON object, one a line, found 7"),
-        (None, json.dumps(mooncake()), r"line 1: must be a JSON object, one a line, found \["),
+        (None, "[\n" + lines([ONE]), r"line 1: must be a JSON .* found a list; `jq -c '.\[\]'` makes"),
+        (None, "2024-05-10,1,2\n", "found '2024-05-10', '1', '2'; the first line must name the columns"),
+        (None, json.dumps(mooncake()), r"line 1: must be a JSON .* found a list; `jq -c '.\[\]'` makes"),
         (None, lines([ONE, ONE | {"timestamp": 1.7e12}]), "line 2: timestamp must be within ten years"),
         (
             None,

@@ -190,9 +190,9 @@ def tried(name: str, folder: Path, environment: dict[str, str]) -> Outcome:
 
 
 @contextlib.contextmanager
-def served() -> Iterator[str]:
+def served(*options: str) -> Iterator[str]:
     """A served `tiny`: its address."""
-    with subprocess.Popen([sys.executable, *SERVE], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([sys.executable, *SERVE, *options], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             for line in process.stdout:

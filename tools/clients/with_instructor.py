@@ -6,7 +6,7 @@ from typing import Literal
 
 import instructor
 import openai
-from features import BASE_URL, MODEL, feature, version
+from features import BASE_URL, LONG, MODEL, feature, hanging_up, version
 from pydantic import BaseModel, Field
 
 HI = [{"role": "user", "content": "Who is glad?"}]
@@ -42,13 +42,34 @@ for mode, column in MODES.items():
         return None
 
 
+def client() -> instructor.Instructor:
+    raw = openai.OpenAI(base_url=f"{BASE_URL}/v1", api_key="none", max_retries=0)
+    return instructor.from_openai(raw, mode=instructor.Mode.JSON_SCHEMA)
+
+
+@feature("chat", "without a model of the answer")
+def _() -> None:
+    answer = client().chat.completions.create(
+        model=MODEL, messages=HI, response_model=None, max_tokens=16, max_retries=0
+    )
+    assert answer.choices[0].message.content
+
+
 @feature("stream", "create_partial")
 def _() -> None:
-    raw = openai.OpenAI(base_url=f"{BASE_URL}/v1", api_key="none", max_retries=0)
-    client = instructor.from_openai(raw, mode=instructor.Mode.JSON_SCHEMA)
     parts = list(
-        client.chat.completions.create_partial(
+        client().chat.completions.create_partial(
             model=MODEL, messages=HI, response_model=Person, max_tokens=300, max_retries=0
         )
     )
     assert parts[-1].mood in ("glad", "sad")
+
+
+@feature("cancel", "stream, left")
+def _() -> None:
+    with hanging_up():
+        parts = client().chat.completions.create(
+            model=MODEL, messages=HI, response_model=None, stream=True, max_retries=0, **LONG
+        )
+        next(iter(parts))
+        parts.close()

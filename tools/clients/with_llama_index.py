@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Literal
 
-from features import BASE_URL, MODEL, feature, version
+from features import BASE_URL, LONG, MODEL, feature, hanging_up, version
 from llama_index.core.llms import ChatMessage
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
@@ -60,6 +61,16 @@ def _() -> None:
     llm = model(is_chat=True, max_tokens=16)
     text = llm.chat(HI).message.content
     assert "".join(part.delta or "" for part in llm.stream_chat(HI)) == text
+
+
+@feature("cancel", "stream_chat, left")
+def _() -> None:
+    """The client does not close its stream: Python's collection of it does."""
+    with hanging_up():
+        parts = model(is_chat=True).stream_chat(HI, **LONG)
+        next(parts)
+        del parts
+        gc.collect()
 
 
 @feature("tools", "chat_with_tools, required")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import tempfile
 from pathlib import Path
 
-from features import BASE_URL, MODEL, PERSON, check_person, feature, version
+from features import BASE_URL, LONG, MODEL, PERSON, TOKENIZER, check_person, feature, hanging_up, version
 
 HOME = Path(tempfile.mkdtemp())
 os.environ["LLM_USER_PATH"] = str(HOME)
@@ -39,6 +40,20 @@ def _() -> None:
 def _() -> None:
     text = model.prompt(HI, stream=False, max_tokens=16, temperature=0).text()
     assert "".join(model.prompt(HI, stream=True, max_tokens=16, temperature=0)) == text
+
+
+@feature("cancel", "stream, left")
+def _() -> None:
+    """The client does not close its stream: Python's collection of it does. An end is forbidden by its token,
+    since the client cannot send `ignore_eos`."""
+    end = json.loads((Path(TOKENIZER) / "config.json").read_text())["eos_token_id"]
+    with hanging_up():
+        answer = model.prompt(
+            HI, stream=True, max_tokens=LONG["max_tokens"], logit_bias=json.dumps({str(end): -100})
+        )
+        next(iter(answer))
+        del answer
+        gc.collect()
 
 
 @feature("structured", "schema")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from features import BASE_URL, MODEL, PERSON, check_person, feature, version
+import gc
+
+from features import BASE_URL, LONG, MODEL, PERSON, check_person, feature, hanging_up, version
 from smolagents import OpenAIServerModel, tool
 
 HI = [{"role": "user", "content": [{"type": "text", "text": "Who is glad?"}]}]
@@ -32,6 +34,16 @@ def _() -> None:
 def _() -> None:
     parts = [part.content or "" for part in model.generate_stream(HI)]
     assert "".join(parts) == (model.generate(HI).content or "")
+
+
+@feature("cancel", "generate_stream, left")
+def _() -> None:
+    """The client does not close its stream: Python's collection of it does."""
+    with hanging_up():
+        parts = model.generate_stream(HI, **LONG)
+        next(parts)
+        del parts
+        gc.collect()
 
 
 @feature("structured", "response_format")

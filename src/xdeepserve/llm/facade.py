@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from numbers import Number
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -171,6 +171,12 @@ class LLM:
         recipe = plan.recipe if plan.timing is None else "time only"
         return f"<LLM {self._name}, {recipe}, {plan.deployment.name}: {', '.join(parts)}>"
 
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be copied or pickled: an engine belongs to its process and is nobody else's."""
+        raise XDeepServeError(
+            "an LLM cannot be copied or sent to another process; make an LLM where one is needed"
+        )
+
     def __enter__(self) -> LLM:
         return self
 
@@ -257,10 +263,12 @@ class LLM:
         messages: Sequence[dict[str, Any]],
         sampling_params: SamplingParams | None = None,
         tools: Sequence[dict[str, Any]] | None = None,
+        continue_final_message: bool = False,
     ) -> RequestOutput:
         """Answer a conversation through the model's chat template. The text includes the template's tags.
 
-        Messages are those of OpenAI's API: content may be null where calls or nothing stand for it.
+        Messages are those of OpenAI's API: content may be null where calls or nothing stand for it. With
+        `continue_final_message` the last one stays open, and the answer goes on where its content ends.
         """
         self._check_open()
         for name, value in (("messages", messages), ("tools", tools or ())):
@@ -273,7 +281,12 @@ class LLM:
         if not messages:
             raise RequestError("messages must have at least one, found none", param="messages")
         tokenizer = require_tokenizer(self.tokenizer, self.engine.model_name, "messages")
-        prompt = tokenizer.apply_chat_template(list(messages), tools=tools)
+        prompt = tokenizer.apply_chat_template(
+            list(messages),
+            add_generation_prompt=not continue_final_message,
+            tools=tools,
+            continue_final_message=continue_final_message,
+        )
         return self.generate([prompt], sampling_params)[0]
 
     def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:

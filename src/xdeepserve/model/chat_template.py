@@ -469,7 +469,7 @@ def _plain_call(where: str, call: Any) -> dict[str, Any]:
     elif not isinstance(arguments, JsonText):
         try:
             arguments = JsonText(json.dumps(arguments, ensure_ascii=False))
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, RecursionError):
             reason = f"{param} must be an object or its JSON, found {abridged(arguments)}"
             raise RequestError(reason, param=param) from None
     named = ("id", "type") if function is call else ("id", "type", *call)

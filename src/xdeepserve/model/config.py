@@ -280,12 +280,19 @@ def read_json_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, A
 def _problems_of_all_families(raw: dict[str, Any]) -> list[str]:
     """Return the problems that a config.json has in any family's terms. In the terms of a single one, right
     keys of another would look wrong."""
-    readers = [_ConfigReader({**raw, "model_type": name}) for name in FAMILIES]
+    plain = {key: value for key, value in raw.items() if _family_within(value) is None}
+    readers = [_ConfigReader({**plain, "model_type": name}) for name in FAMILIES]
     for reader in readers:
         reader.knows_family()
         reader.model_config()
     first, *others = [reader.problems for reader in readers]
     return [each for each in first if all(each in problems for problems in others)]
+
+
+def _family_within(value: Any) -> str | None:
+    """Return the `model_type` of a nested config of a supported family; None for any other value."""
+    name = value.get("model_type") if isinstance(value, dict) else None
+    return name if isinstance(name, str) and name.removesuffix("_text") in FAMILIES else None
 
 
 class _ConfigReader(Reader):
@@ -336,11 +343,10 @@ class _ConfigReader(Reader):
 
     def nested_family(self) -> str:
         """Say that a model of a supported family is nested in this one, as in models that also see images."""
-        nested = self.raw.get("text_config")
-        name = nested.get("model_type") if isinstance(nested, dict) else None
-        if not isinstance(name, str) or name.removesuffix("_text") not in FAMILIES:
-            return ""
-        return f"; its text_config is a {name} model, which is supported as a checkpoint of its own"
+        for key, value in self.raw.items():
+            if name := _family_within(value):
+                return f"; its {key} is a {name} model, which is supported as a checkpoint of its own"
+        return ""
 
     def renamed(self) -> dict[str, Any]:
         """Return the values by DeepSeek-V3's names. Reports two names of one number that contradict."""

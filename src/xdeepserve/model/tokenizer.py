@@ -118,9 +118,14 @@ class Tokenizer:
         return "\n".join(template.source for template in self._templates.values())
 
     @property
+    def template_variables(self) -> frozenset[str]:
+        """Names that the chat templates read, `messages` and `tools` among them."""
+        return frozenset().union(*(template.variables for template in self._templates.values()))
+
+    @property
     def template_takes_tools(self) -> bool:
         """Whether a chat template looks at the tools that it is given."""
-        return any("tools" in template.variables for template in self._templates.values())
+        return "tools" in self.template_variables
 
     def render_chat(
         self,

@@ -26,7 +26,14 @@ from typing import NamedTuple
 
 import msgspec
 
-from xdeepserve.parsing.loose_json import JsonReader, NoCallError, json_text, read_loosely
+from xdeepserve.parsing.loose_json import (
+    HALF_PAIR,
+    JsonReader,
+    NoCallError,
+    json_text,
+    members_of,
+    read_loosely,
+)
 from xdeepserve.parsing.schema_values import FunctionSchema
 from xdeepserve.parsing.text_source import SPACE, CutOff, Steps, TextSource, marks_of
 from xdeepserve.parsing.tool_formats import THINK_END, ToolNotation
@@ -39,10 +46,10 @@ _BRACES = re.compile(r"[}\s]*")
 _LANGUAGE = re.compile(r"[ \t\w]*")  # behind the marks of a fence
 _ATTRIBUTES = r"""(?:\s+[\w:.-]+\s*=\s*(?:"[^"]*"|'[^']*'|[^\s"'/]+))*?"""
 _NAMED = re.compile(  # what stands in a tag behind its kind: =NAME, or name="NAME", and other attributes
-    rf"""(?:=\s*|{_ATTRIBUTES}\s+name\s*=\s*)(?P<quote>["']?)(?P<name>[^"']+?)(?P=quote)"""
+    rf"""(?:=\s*|(?P<before>{_ATTRIBUTES})\s+name\s*=\s*)(?P<quote>["']?)(?P<name>[^"']+?)(?P=quote)"""
     rf"""(?P<others>{_ATTRIBUTES})\s*(?P<closed>/?)\s*"""
 )
-_SAYS_TEXT = re.compile(r"""\sstring\s*=\s*["']?(true|false)""")
+_SAYS_TEXT = re.compile(r"""\sstring\s*=\s*["']?(true|false)""", re.IGNORECASE)
 MAX_TAG = 300  # characters of a tag behind its kind
 MAX_SEARCHES = (
     8  # in vain, for a value's own end; then its first possible end counts, so that time is bounded
@@ -97,7 +104,7 @@ class OfferedFunctions:
 
     def of_id(self, call_id: str) -> str:
         """Return the name in an id such as functions.NAME:0, which models also spell functions_NAME_0."""
-        plain = re.sub(r"^functions\.|:\d+$", "", call_id)
+        plain = re.sub(r"^(functions\.)+|:\d+$", "", call_id)
         if plain in self._by_name:
             return plain
         found = [
@@ -127,7 +134,7 @@ class _CallReader(JsonReader):
     """
 
     def __init__(self, source: TextSource, functions: OfferedFunctions, is_sure: bool) -> None:
-        super().__init__(source)
+        super().__init__(source, may_double=True)
         self._functions, self._is_sure = functions, is_sure
 
     def begin_member(self, key: str) -> Steps[None]:
@@ -151,12 +158,14 @@ class _CallReader(JsonReader):
 class CallGrammar:
     """Reads calls of one format from a source.
 
-    `partial` is the part of the current call that is known: where the text is cut off, it is all there is.
+    partial   the part of the current call that is known: where the text is cut off, it is all there is
+    follows   the place is right behind a call in a section that has not ended: another needs no opener
     """
 
     def __init__(self, source: TextSource, notation: ToolNotation, functions: OfferedFunctions) -> None:
         self._source, self._notation, self._functions = source, notation, functions
         self.partial: ParsedCall | None = None
+        self.follows = False
         self._num_searches = 0
         tags = notation.tags
         if tags is not None:
@@ -194,7 +203,7 @@ class CallGrammar:
 
     def _json_arguments(self, char: str, *stops: str) -> Steps[str]:
         """Read arguments in JSON, which begin with `char`. The end of the call may stand for their brace."""
-        reader, n = JsonReader(self._source), self._notation
+        reader, n = JsonReader(self._source, may_double=True), self._notation
         if char == "{":
             return (yield from reader.object(stops=(n.call_end, *n.ends, n.call, *stops)))
         return (yield from reader.value())
@@ -217,6 +226,8 @@ class CallGrammar:
         source, ends = self._source, self._notation.ends
         reader = _CallReader(source, self._functions, is_sure=is_begun)
         fence = (yield from self._fence()) if is_begun else ""
+        if is_begun and (yield from source.take("[")):
+            yield from source.run(SPACE)
         begin = source.at
         try:
             members = yield from reader.members(stops=(*ends, fence))
@@ -231,25 +242,38 @@ class CallGrammar:
         if fence:
             yield from source.run(SPACE)
             yield from source.take(fence)
-        if not is_begun and not (yield from source.peek_behind_space(*ends)):
+        if is_begun or self.follows:
+            yield from self._list_separator()
+        elif not (yield from source.peek_behind_space(*ends)):
             raise NoCallError
         return call
 
+    def _list_separator(self) -> Steps[None]:
+        """Take the separator behind a call in a list: a comma before another call, or the list's end."""
+        source = self._source
+        place = source.at
+        yield from source.run(SPACE)
+        mark = yield from source.take(",", "]")
+        yield from source.run(SPACE)
+        follows = ("{",) if mark == "," else self._notation.ends
+        if not mark or not (yield from source.peek(*follows)):
+            source.at = place
+
     def _made_of_cut(self, found: re.Match[str]) -> None:
-        name, key = json.loads(found["name"]).strip(), found["key"]
+        said, key = read_loosely(found["name"]), found["key"]
+        name = "" if said is None else json.loads(said[0]).strip()
         is_around = key and _is_around(key, found["value"], self._functions.schema(name))
         rest = found["value"] if is_around else "" if key in (None, *_BESIDE) else "{" + found["rest"]
-        if name:
+        if name and not HALF_PAIR.search(name):
             self._made(name, rest)
 
     def _of_members(self, members: Mapping[str, str]) -> ParsedCall:
-        inner = json.loads(members.get("function", "null"))
-        if isinstance(inner, dict) and "name" not in members:
-            members = {key: _dumps(value) for key, value in inner.items()}
+        if "name" not in members and members.get("function", "").startswith("{"):
+            members = members_of(members["function"])
         key = next((key for key in _NAMES if key in members), "")
         name = json.loads(members.get(key, "null"))
         name = name.strip() if isinstance(name, str) else ""
-        if not name or (key != "name" and not self._functions.may_be(name)):
+        if not name or HALF_PAIR.search(name) or (key != "name" and not self._functions.may_be(name)):
             raise NoCallError
         others = {other: value for other, value in members.items() if other != key}
         return self._made(name, _of_others(others, self._functions.schema(name)))
@@ -366,8 +390,9 @@ class CallGrammar:
         if (yield from source.char()) != ">" or found is None:
             raise NoCallError
         source.at += 1
-        said = _SAYS_TEXT.search(found["others"])
-        return _Tag(found["name"].strip(), said and said[1] == "true", bool(found["closed"]))
+        said = _SAYS_TEXT.search(f"{found['before'] or ''} {found['others']}")
+        is_text = None if said is None else said[1].lower() == "true"
+        return _Tag(found["name"].strip(), is_text, bool(found["closed"]))
 
     def _parameter(self, name: str, members: dict[str, str], is_careful: bool) -> Steps[None]:
         """Read a parameter into `members`. Of two of one name the last one counts."""
@@ -547,8 +572,8 @@ class CallGrammar:
 
 # A call in JSON that ends anywhere behind its name.
 _CUT_CALL = re.compile(
-    r'\s*\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)+")'
-    r'(?:\s*,\s*(?P<rest>"(?P<key>[^"\\]*)"\s*:\s*(?P<value>.*)))?',
+    r'\s*\{{1,2}\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)+")'
+    r'(?:\s*,\s*(?P<rest>"(?P<key>[^"\\]*)"\s*:\s*(?:\{(?=\{))?(?P<value>.*)))?',
     re.DOTALL,
 )
 _OBJECT_AS_TEXT = re.compile(r'"(\s|\\[nrt])*\{')
@@ -579,7 +604,7 @@ def _of_others(members: Mapping[str, str], schema: FunctionSchema) -> str:
         found = _arguments(members[key])
         if found.strip("{} \t\r\n"):
             break
-    inner = json.loads(found)
+    inner = members_of(found)
     own = {
         key: value
         for key, value in members.items()
@@ -587,9 +612,7 @@ def _of_others(members: Mapping[str, str], schema: FunctionSchema) -> str:
     }
     if not around:
         own |= {key: members[key] for key in _BESIDE if key in members and key in schema.names}
-    return (
-        "{" + _joined({**{key: _dumps(value) for key, value in inner.items()}, **own}) + "}" if own else found
-    )
+    return "{" + _joined({**inner, **own}) + "}" if own else found
 
 
 def _arguments(found: str) -> str:
@@ -609,7 +632,3 @@ def _arguments(found: str) -> str:
 
 def _joined(members: Mapping[str, str]) -> str:
     return ", ".join(f"{json_text(key)}: {value}" for key, value in members.items())
-
-
-def _dumps(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)

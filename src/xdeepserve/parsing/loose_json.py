@@ -3,7 +3,8 @@
 What is read comes back as JSON, and JSON itself as it was written. Taken beside JSON: Python's `True`,
 `False` and `None`, tuples, and numbers (`.5`, `1.`, `+3`, `1_000`, `0x1F`), words in capitals, single quotes,
 a comma behind the last member, line breaks within strings, and a backslash before a character that needs
-none. Everything else raises NoCallError.
+none. Within calls braces may be doubled, as in Python's format strings: Qwen2.5's template shows them so.
+Everything else raises NoCallError.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 
-from xdeepserve.parsing.text_source import Steps, TextSource
+from xdeepserve.parsing.text_source import Steps, T, TextSource
 
 MAX_DEPTH = 100  # of lists and objects: readers of JSON have limits too
 MAX_WORD = 1000  # characters; Python's reader refuses whole numbers from 4,300 digits on
@@ -25,6 +26,7 @@ _LOOSE_NUMBER = re.compile(r"([+-]?)(?:(0|[1-9][0-9]*)(\.[0-9]*)?|(\.[0-9]+))([e
 _LOOSE_INTEGER = re.compile(r"[+-]?(?:[1-9][0-9]*(?:_[0-9]+)+|0[xX][0-9a-fA-F]+|0[oO][0-7]+|0[bB][01]+)")
 _WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 _CLOSERS = {"[": "]", "(": ")"}
+HALF_PAIR = re.compile("[\ud800-\udfff]")
 _SIMPLE_ESCAPES = frozenset('"\\/bfnrt')
 
 
@@ -39,8 +41,8 @@ class TooDeepError(NoCallError):
 class JsonReader:
     """Reads values of JSON from a source, which stands behind each afterwards."""
 
-    def __init__(self, source: TextSource) -> None:
-        self._source = source
+    def __init__(self, source: TextSource, may_double: bool = False) -> None:
+        self._source, self._may_double = source, may_double
         self.is_loose = False  # something was read that is no JSON
         self._ends_with_comma = False  # the value before
 
@@ -70,6 +72,10 @@ class JsonReader:
             raise NoCallError
         source.at += 1
         char = yield from self._next()
+        is_doubled = self._may_double and char == "{"
+        if is_doubled:
+            source.at += 1
+            char, self.is_loose = (yield from self._next()), True
         while char != "}":
             if char not in _PLAIN:
                 raise NoCallError
@@ -83,6 +89,8 @@ class JsonReader:
             if not char:
                 return found
         source.at += 1
+        if is_doubled:
+            yield from source.take("}")
         return found
 
     def object(self, depth: int = 0, stops: tuple[str, ...] = ()) -> Steps[str]:
@@ -149,7 +157,7 @@ class JsonReader:
         if depth >= MAX_DEPTH:
             raise TooDeepError
         if opener == "{":
-            reader = JsonReader(self._source)
+            reader = JsonReader(self._source, self._may_double)
             value = yield from reader.object(depth)
             self.is_loose |= reader.is_loose
             return value
@@ -203,8 +211,9 @@ def _number(word: str) -> str:
 
 
 def json_text(text: str) -> str:
-    """Return a text as a string of JSON."""
-    return json.dumps(text, ensure_ascii=False)
+    """Return a text as a string of JSON, in which half a surrogate pair stays escaped: no bytes stand for
+    it."""
+    return json.dumps(text, ensure_ascii=bool(HALF_PAIR.search(text)))
 
 
 def read_loosely(text: str) -> tuple[str, bool] | None:
@@ -218,10 +227,16 @@ def read_loosely(text: str) -> tuple[str, bool] | None:
     return (value, not reader.is_loose) if source.at == len(source.text) else None
 
 
-def finished(steps: Steps[str]) -> str:
+def members_of(text: str) -> dict[str, str]:
+    """Split an object into the JSON of each member, as it is written. Raises NoCallError."""
+    return finished(JsonReader(TextSource(text, is_ended=True)).members())
+
+
+def finished(steps: Steps[T]) -> T:
     """Return the result of steps whose text has ended, so that none of them waits."""
     try:
         next(steps)
     except StopIteration as done:
-        return str(done.value)
+        found: T = done.value
+        return found
     raise AssertionError("a grammar waits behind the end of its text")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from typing import Any, TypeAlias
 from urllib.parse import unquote
 
@@ -150,12 +151,33 @@ class FunctionSchema:
             parts.append(self._at(ref))
         return parts
 
+    @cached_property
+    def _named(self) -> dict[str, Any]:
+        """Schemas within this one, itself among them, by what references call them: `$id`, # and `$anchor`,
+        or both; "" for this one."""
+        found: dict[str, Any] = {}
+        todo: list[tuple[str, Any]] = [("", self._root)]
+        while todo:
+            base, each = todo.pop()
+            if isinstance(each, dict):
+                if isinstance(own := each.get("$id"), str):
+                    base = own.removesuffix("#")
+                    found.setdefault(base, each)
+                for key in ("$anchor", "$dynamicAnchor"):
+                    if isinstance(name := each.get(key), str):
+                        found.setdefault(f"{base}#{name}", each)
+                        found.setdefault(f"#{name}", each)
+                todo += ((base, value) for value in each.values())
+            elif isinstance(each, list):
+                todo += ((base, value) for value in each)
+        return {**found, "": self._root}
+
     def _at(self, ref: str) -> Any:
-        """Return the schema that a local reference points to; None if there is none."""
-        if not ref.startswith("#"):
-            return None
-        found = self._root
-        for step in unquote(ref[1:]).split("/")[1:]:
+        """Return the schema that a reference points to; None if it is not within this one."""
+        base, _, pointer = unquote(ref).partition("#")
+        is_name = pointer and not pointer.startswith("/")
+        found = self._named.get(f"{base}#{pointer}" if is_name else base)
+        for step in pointer.split("/")[1:]:
             key = step.replace("~1", "/").replace("~0", "~")
             if isinstance(found, list) and key.isdecimal() and int(key) < len(found):
                 found = found[int(key)]

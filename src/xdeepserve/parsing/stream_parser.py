@@ -204,6 +204,7 @@ class StreamParser:
             while (yield from source.take(*n.begins)):
                 is_begun, self._behind_openers = True, source.at
                 yield from source.run(SPACE)
+            self._grammar.follows = self._is_open and self._follows_call
             call = yield from self._grammar.call(is_begun)
             if self.state == "reasoning" and not self._functions.may_be(call.name):
                 return False

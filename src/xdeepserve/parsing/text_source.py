@@ -27,7 +27,7 @@ class Marks:
 
     def __init__(self, marks: Iterable[str]) -> None:
         known = sorted({mark for mark in marks if mark}, key=len, reverse=True)
-        self._heads = {mark[:length] for mark in known for length in range(1, len(mark))}
+        self._heads = {mark[:length] for mark in known for length in range(len(mark))}
         self._longest = len(known[0]) - 1 if known else 0
         self._any = re.compile("|".join(map(re.escape, known)) or "(?!)")
         self._begins = re.compile("|".join(sorted({re.escape(mark[0]) for mark in known})) or "(?!)")
@@ -36,6 +36,15 @@ class Marks:
         """Return the place of the first mark, and the mark; where none is, the length and ""."""
         found = self._any.search(text, at)
         return (len(text), "") if found is None else (found.start(), found[0])
+
+    def here(self, text: str, at: int) -> str:
+        """Return the longest mark that begins at a place; "" if none does."""
+        found = self._any.match(text, at)
+        return "" if found is None else found[0]
+
+    def may_come(self, text: str, at: int) -> bool:
+        """Whether the text ends, from a place on, with what more text could make a mark, or a longer one."""
+        return len(text) - at <= self._longest and text[at:] in self._heads
 
     def half(self, text: str, at: int) -> int:
         """Return the place from which the end of the text may be the beginning of a mark."""
@@ -98,12 +107,11 @@ class TextSource:
 
     def peek(self, *marks: str) -> Steps[str]:
         """Return the longest of the marks that begins here, and stay before it; "" if none does."""
-        marks = tuple(mark for mark in marks if mark)
-        while True:
-            rest = self.text[self.at : self.at + max(map(len, marks), default=0)]
-            is_open = any(len(rest) < len(mark) and mark.startswith(rest) for mark in marks)
-            if not is_open or not (yield from self._wait()):
-                return max((mark for mark in marks if rest.startswith(mark)), key=len, default="")
+        known = marks_of(*marks)
+        while known.may_come(self.text, self.at):
+            if not (yield from self._wait()):
+                break
+        return known.here(self.text, self.at)
 
     def take(self, *marks: str) -> Steps[str]:
         """Take the longest of the marks that begins here, and return it; "" if none does."""

@@ -37,8 +37,8 @@ def add_options(parser: Parser) -> None:
     parser.epilog = (
         "TRACE may be made:KEY=VALUE,...: requests of a generator, with seed=N, requests=N, seconds=S,\n"
         "prompt=N and output=N tokens, spread=, turns=, pause=, systems=, system=, burst=, swing=, habit=\n"
-        "and block=\nFormats of files, also compressed as .gz or .zst (columns: xdeepserve docs platform):\n"
-        + textwrap.fill(described(), 100)
+        "and block=\nFormats of files, also compressed as .gz, .bz2, .xz or .zst (columns: xdeepserve docs "
+        "platform):\n" + textwrap.fill(described(), 100)
     )
     option = parser.add_argument
     option("trace", metavar="TRACE", help="a file, or made:KEY=VALUE,...")

@@ -9,11 +9,13 @@ comes after different ids gets another number.
 
 from __future__ import annotations
 
+import bz2
 import csv
 import gzip
 import importlib
 import itertools
 import json
+import lzma
 import math
 import re
 import zlib
@@ -188,14 +190,30 @@ def read_trace(path: Path, name: str | None = None) -> RequestTrace:
 # ---- files -------------------------------------------------------------------------------------------------
 
 
+# Kinds of compressed files by their first bytes, with an opener and the errors of broken files.
+_PACKED: Sequence[tuple[bytes, Callable[..., Any], tuple[type[Exception], ...]]] = (
+    (b"\x1f\x8b", gzip.open, (gzip.BadGzipFile, EOFError, zlib.error)),
+    (b"BZh", bz2.open, (OSError, EOFError)),
+    (b"\xfd7zXZ\0", lzma.open, (lzma.LZMAError, EOFError)),
+)
+_NO_TEXT = {
+    b"PK\x03\x04": "a zip archive: unpack the trace from it",
+    b"PAR1": "a Parquet file: write it as CSV or JSON lines, such as with pandas' `to_csv`",
+}
+
+
 def _opener(path: Path) -> tuple[Callable[..., Any], tuple[type[Exception], ...]]:
     """Choose the opener of a text by its first bytes, since it may be compressed. Also return the errors of
     the opener for broken files."""
     with path.open("rb") as file:
-        magic = file.read(4)
-    if magic[:2] == b"\x1f\x8b":
-        return gzip.open, (gzip.BadGzipFile, EOFError, zlib.error)
-    if magic != b"\x28\xb5\x2f\xfd":
+        magic = file.read(6)
+    for begin, opener, errors in _PACKED:
+        if magic.startswith(begin):
+            return opener, errors
+    for begin, hint in _NO_TEXT.items():
+        if magic.startswith(begin):
+            raise InputError(f"{path}: {hint}")
+    if not magic.startswith(b"\x28\xb5\x2f\xfd"):
         return open, ()
     for name in ("compression.zstd", "zstandard"):
         try:
@@ -224,7 +242,12 @@ def _table(path: Path, file: Iterable[str]) -> _Table:
     number, first = next(lines, (0, ""))
     if not first:
         raise InputError(f"{path}: no requests in it")
-    if first.lstrip()[0] in "{[":
+    if first.lstrip()[0] == "[":
+        raise InputError(
+            f"{path}, line {number}: must be a JSON object, one a line, found a list; `jq -c '.[]'` makes "
+            "lines of it"
+        )
+    if first.lstrip()[0] == "{":
         top = _object(path, number, first)
         names = json.loads(first, parse_int=str, object_pairs_hook=lambda pairs: [name for name, _ in pairs])
         rest = ((number, _object(path, number, line)) for number, line in lines)
@@ -311,9 +334,14 @@ def _format(path: Path, table: _Table, asked: TraceFormat | None) -> tuple[Trace
     form = form if asked or columns else PLAIN[table.form]
     part = next(part for part in NEEDED if part not in columns)
     known, others = getattr(form, part)[:SHOWN_NAMES], " or the like" if form in PLAIN.values() else ""
+    hint = (
+        "; the first line must name the columns"
+        if table.form == "CSV" and any(map(NUMBER.fullmatch, table.names))
+        else ""
+    )
     raise InputError(
         f"{where}: no column with {NEEDED[part]}: must be {', '.join(known)}{others}, found "
-        f"{', '.join(map(shown, table.names))}"
+        f"{', '.join(map(shown, table.names))}{hint}"
     )
 
 
@@ -508,6 +536,12 @@ def _trace(
             notes.append(f"{column} is in {unit}, by its spacing; {say_it}")
         elif (rate := _strange_rate(gap * NS[unit] / 1e9)) and len(rows) > 1:
             notes.append(f"{column} is in {unit}, as in {form.whose} format: {rate}; {say_it}")
+    if empty := [row for row in rows if not (row.prompt and row.output)]:
+        first, others = empty[0], f", and so have {len(empty) - 1} more" if len(empty) > 1 else ""
+        notes.append(
+            f"line {first.line} has {first.prompt} + {first.output} tokens{others}: one token stands for "
+            "none; leave out requests that failed"
+        )
     if late := sum(one.at_ns > two.at_ns for one, two in itertools.pairwise(requests)):
         notes.append(f"rows are not in order of time in {late} place{'s' if late > 1 else ''}: sorted")
         requests.sort(key=lambda request: request.at_ns)

@@ -30,7 +30,7 @@ from xdeepserve.api.openai.conversation import encode_chat, ends_in_reasoning
 from xdeepserve.api.openai.requests import ChatRequest, ThinkingChoice
 from xdeepserve.api.openai.structured import requested_form
 from xdeepserve.api.openai.tools import offered_tools
-from xdeepserve.api.routes.body import read_body
+from xdeepserve.api.routes.body import judge_variables, read_body
 from xdeepserve.api.server.endpoint import (
     ENGINE_REQUEST_ID,
     REQUEST_ID,
@@ -59,6 +59,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     body = await read_body(request, ChatRequest)
     endpoint = request.app[MODELS].find(body.model)
     check_stream(body)
+    judge_variables(request, body.chat_template_kwargs, endpoint.tokenizer.template_variables)
     prepared = await prepare_chat(endpoint, body)
     answer = ChatAnswer(endpoint, body, f"chatcmpl-{request[REQUEST_ID]}", request[ENGINE_REQUEST_ID])
     async with endpoint.generate(

@@ -120,11 +120,19 @@ def chat_request(body: ResponsesRequest, before: list[ChatMessage]) -> ChatReque
 
 def chat_messages(given: str | list[dict[str, Any]]) -> list[ChatMessage]:
     """Convert items to chat messages. Calls join the assistant's message before them, reasoning the message
-    after it. Raises RequestError that names the bad item."""
+    after it; without one, as where a limit has cut it, reasoning is a message. Raises RequestError that names
+    the bad item."""
     if isinstance(given, str):
         return [_message("user", given)]
     messages: list[ChatMessage] = []
     reasoning: str | None = None
+
+    def end_turn() -> None:
+        nonlocal reasoning
+        if reasoning is not None:
+            messages.append(ChatMessage(role="assistant", content="", reasoning_content=reasoning))
+        reasoning = None
+
     for i, item in enumerate(given):
         where, kind = f"input[{i}]", item_kind(item)
         if not isinstance(kind, str) or kind not in ITEMS:
@@ -133,7 +141,9 @@ def chat_messages(given: str | list[dict[str, Any]]) -> list[ChatMessage]:
                 param=f"{where}.type",
             )
         if kind == "reasoning":
-            reasoning = "".join(_texts(f"{where}.content", item.get("content") or [])) or None
+            fields = (_texts(f"{where}.{name}", item.get(name) or []) for name in ("content", "summary"))
+            text = next(filter(None, map("".join, fields)), "")
+            reasoning = (reasoning or "") + text or None
             continue
         if kind == "function_call":
             function = {name: item[name] for name in ("name", "arguments") if name in item}
@@ -146,9 +156,9 @@ def chat_messages(given: str | list[dict[str, Any]]) -> list[ChatMessage]:
                 last.tool_calls = [*(last.tool_calls or []), call]
             reasoning = None
         elif kind == "function_call_output":
-            output = item.get("output")
-            text = output if isinstance(output, str) else "".join(_texts(f"{where}.output", output or []))
+            text = "".join(_texts(f"{where}.output", item.get("output") or []))
             call_id = _of_item(where, {"role": "tool", "tool_call_id": item.get("call_id")}, ChatMessage)
+            end_turn()
             messages.append(ChatMessage(role="tool", content=text, tool_call_id=call_id.tool_call_id))
         else:
             if item.get("role") == "tool":
@@ -156,12 +166,16 @@ def chat_messages(given: str | list[dict[str, Any]]) -> list[ChatMessage]:
                 raise RequestError(reason, param=f"{where}.role")
             message = _of_item(where, {name: item[name] for name in ("role",) if name in item}, ChatMessage)
             content = item.get("content")
-            texts = [content] if isinstance(content, str) else _texts(f"{where}.content", content)
+            if content is None and message.role == "assistant":
+                content = []
+            texts = _texts(f"{where}.content", content)
             message.content = [ContentPart(type="text", text=text) for text in texts]
             _check(where, message)
             if message.role == "assistant":
                 message.reasoning_content, reasoning = reasoning, None
+            end_turn()
             messages.append(message)
+    end_turn()
     return messages
 
 
@@ -205,7 +219,9 @@ def _message(role: str, text: str) -> ChatMessage:
 
 
 def _texts(where: str, parts: Any) -> list[str]:
-    """Return the texts of a list of content parts."""
+    """Return the texts of a list of content parts; a text stands for a list of one."""
+    if isinstance(parts, str):
+        return [parts]
     if not isinstance(parts, list):
         raise RequestError(f"{where} must be text or a list of parts, found {abridged(parts)}", param=where)
     texts = []

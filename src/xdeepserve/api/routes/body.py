@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Mapping
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -90,6 +91,14 @@ def converted(value: Any, schema: type[AnyT], fields: Fields | None = None) -> A
     is refused."""
     place: FieldPlace = place_of(schema)  # type: ignore[arg-type]  # a type is hashable
     return msgspec.convert((fields or Fields()).served(value, place), schema)
+
+
+def judge_variables(request: web.Request, given: Mapping[str, Any] | None, known: frozenset[str]) -> None:
+    """Name the variables of a request that the chat template does not read, as other ignored fields. Raises
+    RequestError for one that is misspelt."""
+    if given:
+        fields = request[IGNORED] = request.get(IGNORED) or Fields(request.app[ENDPOINT].options.strict)
+        fields.judge_variables(given, known)
 
 
 def _choices(schema: Any, path: str) -> str:

@@ -53,7 +53,8 @@ _LIMIT = "; use max_tokens"
 _MESSAGES = "; use messages"
 _PREFIX = "; use continue_final_message"
 _SYSTEM = "; use a message of role system"
-_TEMPLATE = "; what the chat template knows goes into chat_template_kwargs"
+_VARIABLES = "chat_template_kwargs"
+_TEMPLATE = f"; what the chat template knows goes into {_VARIABLES}"
 # Of every endpoint that generates, unless it serves the field or has words of its own for it in `CHANGES`:
 # fields that some of the four endpoints serve, and those of OpenAI, vLLM, SGLang, llama.cpp, Ollama, TGI,
 # TensorRT-LLM, transformers, Mistral, Cohere, Gemini, xAI, OpenRouter and others that show another prompt,
@@ -495,6 +496,20 @@ class Fields:
         elif self._is_strict:
             reason = f"{path} has no effect, and this server is strict"
             raise RequestError(reason, param=path, code="unsupported_parameter")
+        self._ignore(path)
+
+    def judge_variables(self, given: Mapping[str, Any], known: frozenset[str]) -> None:
+        """Judge variables for a chat template, which reads the `known` ones. Raises RequestError for those
+        that are like a known one, and in a strict server for all that the template does not read."""
+        for name, value in given.items():
+            path = f"{_VARIABLES}.{name[:MAX_NAME_CHARS]}"
+            if name not in known and value is not None:
+                RefusedFields({}).asks_for_nothing(path, name, value, known)
+                if self._is_strict:
+                    raise unknown_field(path, name, known)
+                self._ignore(path)
+
+    def _ignore(self, path: str) -> None:
         self.ignored[re.sub(r"\[\d+\]", "", path)] = None
         if len(self.ignored) > MAX_IGNORED:
             raise RequestError(f"the request has more than {MAX_IGNORED} unknown fields", param=path)

@@ -9,7 +9,7 @@ from xdeepserve.api.answers.responses import DetokenizeResponse, TokenizeRespons
 from xdeepserve.api.openai.conversation import encode_chat
 from xdeepserve.api.openai.requests import DetokenizeRequest, TokenizeRequest
 from xdeepserve.api.openai.tools import check_shown
-from xdeepserve.api.routes.body import read_body
+from xdeepserve.api.routes.body import judge_variables, read_body
 from xdeepserve.api.server.endpoint import ApiEndpoint
 from xdeepserve.api.server.served_models import MODELS
 from xdeepserve.errors import RequestError
@@ -32,6 +32,7 @@ async def tokenize(request: web.Request) -> web.Response:
             raise RequestError(reason, param="add_special_tokens")
         if body.tools:
             check_shown(endpoint.engine.formats, endpoint.model_name)
+        judge_variables(request, body.chat_template_kwargs, tokenizer.template_variables)
         tokens = await encode_chat(
             tokenizer,
             body.messages,

@@ -10,7 +10,7 @@ other deployment.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -60,10 +60,18 @@ class ServerEnd(Protocol):
         """Answer a batch, or have a stream do it; `expert_out` stays as it is until then."""
 
 
+def clients_and_slots(batch: Sequence[AskedOfExperts]) -> dict[str, Any]:
+    """Describe a batch for the trace by its clients and slots."""
+    clients = sorted({client for each in batch for client in each.clients})
+    slots = sorted({slot for each in batch for slot in each.slots})
+    return {"clients": clients, "slots": slots}
+
+
 class ExpertServerProgram(ExpertProgram):
     """Program of an expert die without barriers; `server` is its end of the protocol.
 
-    `streams` are kernels beside the experts', with their names, where such receive and send.
+    `streams` are kernels beside the experts', with their names, where such receive and send. `marks` describes
+    a batch for traces.
     """
 
     def __init__(
@@ -75,9 +83,10 @@ class ExpertServerProgram(ExpertProgram):
         pace: Pace,
         reports: Queue[msgspec.Struct],
         streams: Sequence[tuple[str, Stream]] = (),
+        marks: Callable[[Sequence[Any]], dict[str, Any]] = clients_and_slots,
     ) -> None:
         super().__init__(die, mem, [], [], threads, pace, reports)
-        self.server, self._streams = server, (*streams, ("expert service", self._serve))
+        self.server, self._streams, self._marks = server, (*streams, ("expert service", self._serve)), marks
 
     def start_streams(self) -> list[Process]:
         """Start the die's kernels, each as a process."""
@@ -120,10 +129,7 @@ class ExpertServerProgram(ExpertProgram):
             await self.server.answer(batch, out)
 
     def place_of(self, batch: Sequence[AskedOfExperts]) -> dict[str, Any]:
-        """Describe a batch for the trace: layer, clients and slots; empty without a trace."""
+        """Describe a batch for the trace: its layer and marks; empty without a trace."""
         if not self.die.trace.is_on:
             return {}
-        layer = self.layer_index[batch[0].layer]
-        clients = sorted({client for each in batch for client in each.clients})
-        slots = sorted({slot for each in batch for slot in each.slots})
-        return {"layer": layer, "clients": clients, "slots": slots}
+        return {"layer": self.layer_index[batch[0].layer], **self._marks(batch)}

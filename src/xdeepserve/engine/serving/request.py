@@ -146,6 +146,10 @@ class ServingTokenizer(Protocol):
     def has_regexes(self) -> bool:
         """Whether a short text may take long to tokenise, because of a checkpoint's regular expressions."""
 
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """Names that the chat templates read."""
+
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Return the token ids of `text`. Special tokens of the tokenizer's file are added only on request,
         because a chat's begin-of-text token comes from its template."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import BodyPartReader, web
+from aiohttp.http import HttpProcessingError
 
 from xdeepserve.api.answers.responses import json_response
 from xdeepserve.api.openai.input_items import page
@@ -66,7 +67,7 @@ async def _read_form(request: web.Request, content: Path) -> tuple[str, str | No
                 await _save(part, content)
             else:
                 purpose = (await part.read_chunk(MAX_FIELD_BYTES)).decode(errors="replace")
-    except (ValueError, AssertionError, web.RequestPayloadError) as error:
+    except (ValueError, AssertionError, web.RequestPayloadError, HttpProcessingError) as error:
         raise RequestError(f"the form could not be read: {' '.join(str(error).split())}") from None
     for field, found in (("file", name), ("purpose", purpose)):
         if found is None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -48,7 +48,7 @@ class Flows(Trampolines):
         )
         layers = [placed.layers[number] for number in placed.order]
         end = FlowEnd(die, flows, trampolines, self._walk.num_domains, self.team.dies_per_domain, layers)
-        return ExpertServerProgram(die, mem, end, threads, pace, reports, end.streams())
+        return ExpertServerProgram(die, mem, end, threads, pace, reports, end.streams(), end.marks)
 
 
 class Arrived(NamedTuple):
@@ -164,6 +164,14 @@ class FlowEnd:
             start = self._begin(i, work.layer)
             await work.side.answer(work.arrival, out)
             self.die.draw(SEND, self._name(i), start, {"attention die": work.arrival.attention})
+
+    def marks(self, batch: Sequence[Arrived]) -> dict[str, Any]:
+        """Describe a batch for the trace by microbatch and domain; lists where arrivals differ in them."""
+        sides = zip(*(divmod(self.flows.index(work.side), self._num_domains) for work in batch), strict=True)
+        microbatch, domain = (
+            found[0] if len(found) == 1 else found for found in map(sorted, map(set, sides))
+        )
+        return {"microbatch": microbatch, "domain": domain}
 
     def _layer(self, event_id: int) -> int:
         """Return the layer of an event, since event IDs count an attention die's MoE layers from 1."""
