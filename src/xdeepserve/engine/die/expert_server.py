@@ -70,8 +70,8 @@ def clients_and_slots(batch: Sequence[AskedOfExperts]) -> dict[str, Any]:
 class ExpertServerProgram(ExpertProgram):
     """Program of an expert die without barriers; `server` is its end of the protocol.
 
-    `streams` are kernels beside the experts', with their names, where such receive and send. `marks` describes
-    a batch for traces.
+    `streams` are kernels beside the experts', with their names, where such receive and send. `marks` says in
+    traces what a batch is.
     """
 
     def __init__(
