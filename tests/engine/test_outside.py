@@ -220,20 +220,26 @@ def until_all_are_there(llm: LLM) -> None:
 
 
 def illness(llm: LLM) -> tuple[list[int], list[int]]:
-    """Expert servers that `/health` names, as suspect and as lost; `/metrics` and `/admin/servers` agree."""
-    (te,) = llm.run(llm.engine.check_health())
-    suspect, lost = list(te.suspect_servers), list(te.lost_servers)
-    assert [each.server for each in llm.engine.servers() if each.is_late] == suspect
-    metrics = EngineCollector("m", llm.engine.stats).collect()
-    states = {
-        sample.labels["state"]: sample.value
-        for metric in metrics
-        for sample in metric.samples
-        if sample.name == "xdeepserve:expert_servers"
-    }
-    num_ill = len(suspect) + len(lost)
-    assert states == {"healthy": te.num_servers - num_ill, "suspect": len(suspect), "lost": len(lost)}
-    return suspect, lost
+    """Expert servers that `/health` names, as suspect and as lost; `/metrics` and `/admin/servers` agree.
+
+    A server may answer between two of these questions: then they are asked again.
+    """
+    for _ in range(20):
+        (te,) = llm.run(llm.engine.check_health())
+        suspect, lost = list(te.suspect_servers), list(te.lost_servers)
+        late = [each.server for each in llm.engine.servers() if each.is_late]
+        metrics = EngineCollector("m", llm.engine.stats).collect()
+        states = {
+            sample.labels["state"]: sample.value
+            for metric in metrics
+            for sample in metric.samples
+            if sample.name == "xdeepserve:expert_servers"
+        }
+        num_ill = len(suspect) + len(lost)
+        wanted = {"healthy": te.num_servers - num_ill, "suspect": len(suspect), "lost": len(lost)}
+        if (late, states) == (suspect, wanted):
+            return suspect, lost
+    raise AssertionError((late, states, suspect, wanted))
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
