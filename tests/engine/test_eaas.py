@@ -71,7 +71,7 @@ def served(
         clients = te.plan.wiring.away.clients.values()  # type: ignore[attr-defined]
         resent = sum(client.num_resent for client in clients)
         end_ns = llm.virtual_ns
-        counts = te.num_reconfigurations, te.recovery.count
+        counts = llm.engine.stats().num_reconfigurations, te.recovery.count
         return Served(digest(outputs), end_ns, heard, batches, resent, *counts, gone)
 
 

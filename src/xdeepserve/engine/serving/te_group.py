@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from xdeepserve.engine.build import PodPlan
-from xdeepserve.engine.dp.events import DiesLost, DiesTested, FailoverEnded
+from xdeepserve.engine.dp.events import DiesLost, DiesTested, FailoverEnded, named
 from xdeepserve.engine.job.executor import JobExecutor, can_serve
 from xdeepserve.engine.recovery.ladder import (
     LADDER,
@@ -418,8 +418,8 @@ class TEGroup:
         if isinstance(reason, FAILED):
             helps = what_helps(self._plan, te.plan, lost)
             hint = f"; requests would have gone on with {helps}" if helps else ""
-            dies = f"die{'s' if len(lost) > 1 else ''} {', '.join(map(str, sorted(lost)))}"
-            told = f"{dies} of {te.plan.name} lost: " if lost and "is lost" not in str(reason) else ""
+            is_told = not lost or "is lost" in str(reason)
+            told = "" if is_told else f"{named(sorted(lost))} of {te.plan.name} lost: "
             reason.args = (f"{told}{reason}{hint}",)
         self._on_failure(reason, te.plan.name)
 

@@ -469,11 +469,6 @@ class TE:
         return [] if balance is None else expert_loads(self.plan.name, balance.layers, balance.skews)
 
     @property
-    def num_reconfigurations(self) -> int:
-        """Number of times the replicas of experts have changed."""
-        return 0 if self.reconfiguration is None else self.reconfiguration.num_done
-
-    @property
     def expert_programs(self) -> list[ExpertProgram]:
         """Programs of the dies that have experts alone."""
         return self.members.programs
