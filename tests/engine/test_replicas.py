@@ -612,7 +612,7 @@ def test_runs_that_only_take_time_move_experts(deployment: str, settings: list[s
             hottest = [
                 sum(s.dies for s in changes.trigger.skews(held)) for held in (changes.holdings, without)
             ]
-            return llm.engine.plan.pod.clock.now, te.num_reconfigurations, hottest[0], hottest[1]
+            return llm.engine.plan.pod.clock.now, changes.num_done, hottest[0], hottest[1]
 
     first = served()
     _, num_reconfigurations, with_replicas, without_them = first

@@ -81,8 +81,8 @@ def lived(
             pod = llm.engine.plan.pod
             assert not pod.holders.keys() & pod.lost - {*te.plan.every_die}
             return Lived(
-                *(digest(outputs), moved, resent, te.recovery.count, te.num_reconfigurations),
-                *(generations, asked, set(pod.holders)),
+                *(digest(outputs), moved, resent, te.recovery.count),
+                *(llm.engine.stats().num_reconfigurations, generations, asked, set(pod.holders)),
             )
 
 
