@@ -725,7 +725,7 @@ def test_counts_of_all_dies_are_those_of_their_batches() -> None:
         part = batch.part(slice(lo, hi))
         shares.append(Contribution(np.zeros((num_rows, 1), np.float32), list, batch))
         cuts.append((lo, hi))
-        expected.append([part.num_tokens, part.context, part.kv_tokens])
+        expected.append((part.num_tokens, part.context, part.kv_tokens))
     found = RowCounts.of(shares, np.array(cuts))
     assert [found.few[at] for at in found.of_die.tolist()] == expected
     assert len(found.few) < len(shares)

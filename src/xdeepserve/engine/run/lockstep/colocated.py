@@ -208,14 +208,15 @@ class ColocatedLockstep(Lockstep):
 
         `rows` [R] are the rows of all dies. Dies of one kind take equally long for equal copies.
         """
+
+        @functools.cache
+        def price(kind: int, count: int, shared: int) -> int:
+            example = int(self.examples[kind])
+            return self._price_experts(example, stage, visit, count, shared, rows) if count else 0
+
         copied = self.copied(rows)
-        cases = np.stack([self.kinds, received, copied], axis=1)
-        few, of_die = np.unique(cases, axis=0, return_inverse=True)
-        prices = [
-            self._price_experts(self.examples[kind], stage, visit, count, shared, rows) if count else 0
-            for kind, count, shared in few.tolist()
-        ]
-        return Timed(stage.name, stage.core, np.array(prices, np.int64)[of_die.reshape(-1)])
+        cases = zip(self.kinds.tolist(), received.tolist(), copied.tolist(), strict=True)
+        return Timed(stage.name, stage.core, np.array([price(*case) for case in cases], np.int64))
 
     def _price_experts(
         self, rank: int, stage: Stage, visit: Visit, received: int, copied: int, rows: np.ndarray

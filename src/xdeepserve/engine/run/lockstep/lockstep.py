@@ -54,27 +54,23 @@ class Contribution(NamedTuple):
 class RowCounts(NamedTuple):
     """Counts behind the prices of stages on all dies. Most dies have equal ones, which are priced once."""
 
-    few: list[list[int]]  # rows, positions that they attend to, cached positions read; all different
+    few: list[
+        tuple[int, int, int]
+    ]  # rows, positions that they attend to, cached positions read; all different
     of_die: np.ndarray  # [dies]: its place among `few`
 
     @classmethod
     def of(cls, shares: Sequence[Contribution], cuts: np.ndarray) -> RowCounts:
-        """Count the rows between `cuts` [dies, 2] of each die's share, as `Batch.part` does die by die."""
-        num, batches = len(shares), [share.batch for share in shares]
-        die = np.repeat(np.arange(num), [batch.num_tokens for batch in batches])
-        first = np.cumsum([0, *(batch.num_tokens for batch in batches)])[:num]
-        row = np.arange(len(die)) - first[die]
-        is_in = (row >= cuts[die, 0]) & (row < cuts[die, 1])
-        seen = np.concatenate([batch.positions for batch in batches])[is_in].astype(np.int64) + 1
-        seq, die = np.concatenate([batch.seq_of for batch in batches])[is_in], die[is_in]
-        is_last = np.ones(len(die), bool)  # of its sequence's rows
-        is_last[:-1] = (seq[1:] != seq[:-1]) | (die[1:] != die[:-1])
-        counts = np.zeros((num, 3), np.int64)
-        np.add.at(counts[:, 0], die, 1)
-        np.add.at(counts[:, 1], die, seen)
-        np.add.at(counts[:, 2], die[is_last], seen[is_last])
-        few, of_die = np.unique(counts, axis=0, return_inverse=True)
-        return cls(few.tolist(), of_die.reshape(-1))
+        """Count the rows between `cuts` [dies, 2] of each die's share."""
+        known: dict[tuple[int, int, int], int] = {}
+        of_die = []
+        for share, (start, stop) in zip(shares, cuts.tolist(), strict=True):
+            batch = share.batch
+            if stop - start < batch.num_tokens:
+                batch = batch.part(slice(start, stop))
+            counts = batch.num_tokens, batch.context, batch.kv_tokens
+            of_die.append(known.setdefault(counts, len(known)))
+        return cls(list(known), np.array(of_die))
 
 
 Span: TypeAlias = tuple[str, ...]
