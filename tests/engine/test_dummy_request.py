@@ -60,7 +60,7 @@ def test_a_te_that_cannot_serve_it_does_not_join(tiny: TinyCheckpoint, how: str)
             if how == "lost":
                 pod.break_die(3)
             else:
-                pod.dies[3].stall(pod.clock.now + 10**13)
+                pod.dies[3].gate.close(pod.clock.now + 10**13)
 
     async def main() -> None:
         await engine.start()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from xdeepserve.comm.steps import Steps
-from xdeepserve.errors import InputError, IntegrityError, LinkError, LostDieError, PageLostError
+from xdeepserve.errors import DriverReport, InputError, IntegrityError, LinkError, LostDieError, PageLostError
 from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.engines import Copy, Targets
@@ -17,6 +17,7 @@ from xdeepserve.hw.fault_kinds import OnPlane
 from xdeepserve.hw.faults import Fault, check_faults, read_faults, schedule
 from xdeepserve.hw.memory import PAGE_NBYTES, SCRIBBLE, Address
 from xdeepserve.hw.pod import Pod
+from xdeepserve.hw.stream import Stream
 from xdeepserve.hw.topology import Plane
 
 
@@ -207,20 +208,15 @@ def test_a_stalled_die_begins_nothing_meanwhile() -> None:
 NBYTES = 1 << 20
 
 
-def times_ns(*plan: Fault) -> dict[str, int]:
+THERE = ("mte read", "dma read", "mte copy", "dma write", "mte store", "mte load", "scatter", "push")
+HERE = ("load view", "store view", "kernel", "urma", "atomic add", "stream")
+
+
+def times_ns(*plan: Fault, ways: Sequence[str] = THERE) -> dict[str, int]:
     """How long die 0 takes to read from dies 1 and 2, and to write there, with each engine and way."""
     found: dict[str, int] = {}
     for other in (1, 2):
-        for how in (
-            "mte read",
-            "dma read",
-            "mte copy",
-            "dma write",
-            "mte store",
-            "mte load",
-            "scatter",
-            "push",
-        ):
+        for how in ways:
             pod = Pod()
             for die in range(3):
                 pod.plan(die).app.alloc("data", NBYTES)
@@ -255,9 +251,29 @@ async def _time_of(pod: Pod, how: str, other: int) -> int:
                 await mte.scatter(targets, np.zeros((1, NBYTES), np.uint8))
             case "push":
                 await mte.push([(theirs, data)], load_nbytes=NBYTES, work_ns=0, num_steps=1)
+            case "load view":
+                await mte.load_view(NBYTES)
+            case "store view":
+                await mte.store_view(NBYTES, 1)
+            case "kernel":
+                await pod.dies[0].run(how, lambda: None, NBYTES)
+            case "urma":
+                await pod.dies[0].urma.pass_time(other, 0, NBYTES)
+            case "atomic add":
+                await mte.atomic_add([(theirs, 1)])
+            case "stream":
+                stream = Stream(mte, how)
+                await stream.copy([Copy(mine, theirs, 64)], 1)
+                await stream.drain()
         return pod.clock.now - 10
 
     return await pod.clock.spawn(work())
+
+
+def test_a_stalled_die_begins_nothing_by_any_way() -> None:
+    quiet, stalled = times_ns(ways=THERE + HERE), Fault(0.001, 0, "stalled", 500)
+    assert times_ns(stalled, ways=THERE + HERE) == {way: took + 499_991 for way, took in quiet.items()}
+    assert times_ns(Fault(0.001, 1, "stalled", 500), ways=THERE + HERE) == quiet
 
 
 def test_a_link_is_blocked_or_slow_for_those_who_use_it_and_a_die_late_for_all() -> None:
@@ -433,8 +449,8 @@ def test_a_page_that_is_lost() -> None:
     for die in range(2):
         pod.plan(die).app.alloc("data", 3 * PAGE_NBYTES - 64)
     pod.materialise()
-    told: list[PageLostError] = []
-    pod.memories.on_page_lost["me"] = told.append
+    told: list[DriverReport] = []
+    pod.on_report["me"] = told.append
     ends: list[str] = []
 
     async def work(die: Die) -> None:

@@ -17,6 +17,7 @@ from .clock import Hears, Process, Waiting
 from .dma import DMA
 from .engines import Fabric
 from .fault_kinds import ERROR_CODES, PAGE_LOST
+from .gate import Gate
 from .hbm import SharedHBM
 from .memory import Address, Memory
 from .mte import MTE
@@ -45,10 +46,6 @@ class Cores:
             self._free_at.sort()
         return start, end
 
-    def stall(self, until: int) -> None:
-        """Let no kernel begin before `until` (virtual ns)."""
-        self._free_at = [max(each, until) for each in self._free_at]
-
 
 class Die:
     """NPU die with memory, cores and engines; made by `Pod`."""
@@ -62,9 +59,10 @@ class Die:
             "aiv": Cores(self.spec.num_cores("aiv")),
         }
         self.hbm = SharedHBM(fabric.clock)
-        self.mte = MTE(fabric, index)
-        self.dma = DMA(fabric, index, "dma")
-        self.urma = DMA(fabric, index, "urma")
+        self.gate = Gate(fabric.clock)
+        self.mte = MTE(fabric, index, self.gate)
+        self.dma = DMA(fabric, index, "dma", self.gate)
+        self.urma = DMA(fabric, index, "urma", self.gate)
         self.commands: Queue[msgspec.Struct] = Queue(fabric.clock, f"commands of die {index}")
         self._processes: list[asyncio.Task[Any]] = []
         self._slow_factor, self._slow_until = 1.0, 0
@@ -146,6 +144,7 @@ class Die:
         total = all_cores.total
         if cores is not None and not 1 <= cores <= total:
             raise HardwareError(f"die {self.index}: kernel {name} asks for {cores} of {total} {core} cores")
+        await self.gate.passed()
         now = self.clock.now
         if now < self._slow_until:
             duration_ns = round(duration_ns * self.slowness)
@@ -162,14 +161,6 @@ class Die:
             place = self.trace.place
             args = {**place, **more} if more else place
             self.trace.span(self.index, lane, name, start_ns, self.clock.now, args)
-
-    def stall(self, duration_ns: int) -> None:
-        """Let nothing begin here for `duration_ns`: requests to cores and engines wait."""
-        until = self.clock.now + duration_ns
-        for cores in self.cores.values():
-            cores.stall(until)
-        for engine in (self.mte, self.dma, self.urma):
-            engine.stall(until)
 
     def slow(self, factor: float, duration_ns: int) -> None:
         """Make kernels take `factor` times as long, if they begin within `duration_ns`."""

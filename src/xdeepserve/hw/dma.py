@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from .engines import Copy, Fabric, Gather, move, traffic_of, whole_copies
+from .gate import Gate
 from .traffic import Integers, Place, Traffic
 
 
@@ -18,17 +19,12 @@ class DMA:
     than DMA's, higher than MTE's.
     """
 
-    def __init__(self, fabric: Fabric, node: int, kind: Literal["dma", "urma"]) -> None:
-        self.fabric, self.node, self.kind = fabric, node, kind
+    def __init__(self, fabric: Fabric, node: int, kind: Literal["dma", "urma"], gate: Gate) -> None:
+        self.fabric, self.node, self.kind, self.gate = fabric, node, kind, gate
         self.place = Place.of(node, fabric.topology, fabric.spec, fabric.links)
         self.lane = kind.upper()
         self.busy_until = 0
-        # Until then it waits for a link, or stands still: what comes behind that keeps no port from others.
-        self.held_until = 0
-
-    def stall(self, until: int) -> None:
-        """Let no transfer begin before `until` (virtual ns)."""
-        self.busy_until = self.held_until = max(self.busy_until, until)
+        self.held_until = 0  # by a link: what comes behind that keeps no port from others
 
     async def copy(self, pieces: Iterable[Copy], name: str = "copy", weight: float = 1.0) -> None:
         """Move the pieces; return when the last byte is visible. A byte takes the time of `weight` bytes."""
@@ -38,8 +34,7 @@ class DMA:
         for src, dst, nbytes in pieces:
             way = src.node, dst.node
             routes[way] = routes.get(way, 0) + nbytes
-        end = self._reserve(*traffic, len(pieces), name, weight=weight, is_payload=True, routes=routes)
-        await self.fabric.clock.sleep_until(end)
+        await self._spend(*traffic, len(pieces), name, weight=weight, is_payload=True, routes=routes)
         move(self.fabric, pieces, die=self.node if self.kind == "urma" else None)
 
     async def pass_time(self, src: int, dst: int, nbytes: int, name: str = "copy") -> None:
@@ -47,8 +42,7 @@ class DMA:
         loads, stores = Traffic(self.place), Traffic(self.place)
         loads.add(src, nbytes)
         stores.add(dst, nbytes)
-        end = self._reserve(loads, stores, 1, name, routes={(src, dst): nbytes})
-        await self.fabric.clock.sleep_until(end)
+        await self._spend(loads, stores, 1, name, routes={(src, dst): nbytes})
 
     async def gather(
         self,
@@ -66,11 +60,10 @@ class DMA:
         """
         pieces = Gather(self.fabric, self.place, nodes, offsets, sizes, dst_offset)
         crossing = None if copies is None else (nodes, copies)
-        end = self._reserve(pieces.loads, pieces.stores, len(nodes), name, cores, crossing, is_payload=True)
-        await self.fabric.clock.sleep_until(end)
+        await self._spend(pieces.loads, pieces.stores, len(nodes), name, cores, crossing, is_payload=True)
         pieces.move()
 
-    def _reserve(
+    async def _spend(
         self,
         loads: Traffic,
         stores: Traffic,
@@ -81,7 +74,9 @@ class DMA:
         weight: float = 1.0,
         is_payload: bool = False,
         routes: Mapping[tuple[int, int], int] = MappingProxyType({}),
-    ) -> int:
+    ) -> None:
+        """Let the time of a transfer pass, from when the engine is free, at both ends' ports."""
+        await self.gate.passed()
         fabric, spec = self.fabric, self.fabric.spec
         # Reading and writing overlap: the slower side is the time.
         link_ns = weight * max(
@@ -106,4 +101,4 @@ class DMA:
             self.held_until = end
         if fabric.trace.is_on:
             fabric.trace.span(self.node, self.lane, name, start, end, {"bytes": stores.nbytes})
-        return end
+        await fabric.clock.sleep_until(end)

@@ -308,7 +308,7 @@ def _break_die(fault: Fault, number: int, pod: Pod, lasts_ns: int) -> None:
             assert fault.page is not None
             pod.lose_page(number, fault.page)
         case "stalled":
-            die.stall(lasts_ns)
+            die.gate.close(pod.clock.now + lasts_ns)
         case "slow":
             die.slow(fault.factor or 1.0, lasts_ns)
         case "late":

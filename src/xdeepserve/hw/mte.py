@@ -21,6 +21,7 @@ from .engines import (
     whole_copies,
     whole_pieces,
 )
+from .gate import Gate
 from .memory import Address, Bytes
 from .topology import Plane
 from .traffic import Integers, Place, Traffic
@@ -33,17 +34,12 @@ class MTE:
     that share an operation (all by default).
     """
 
-    def __init__(self, fabric: Fabric, node: int) -> None:
-        self.fabric, self.node = fabric, node
+    def __init__(self, fabric: Fabric, node: int, gate: Gate) -> None:
+        self.fabric, self.node, self.gate = fabric, node, gate
         self.place = Place.of(node, fabric.topology, fabric.spec, fabric.links)
         self.mte2_busy_until = 0
         self.mte3_busy_until = 0
         self._cores = fabric.spec.num_cores("aiv")
-
-    def stall(self, until: int) -> None:
-        """Let no transfer begin before `until` (virtual ns)."""
-        self.mte2_busy_until = max(self.mte2_busy_until, until)
-        self.mte3_busy_until = max(self.mte3_busy_until, until)
 
     async def load(
         self, pieces: Sequence[tuple[Address, int]], cores: int | None = None, name: str = "load"
@@ -93,10 +89,8 @@ class MTE:
         pieces = Gather(self.fabric, self.place, nodes, offsets, sizes, dst_offset)
         crossing = None if copies is None else (nodes, copies)
         num_pieces = None if is_running else len(nodes)
-        end = self._reserve_copy(
-            pieces.loads, pieces.stores, num_pieces, cores or self._cores, name, crossing, is_payload=True
-        )
-        await self.fabric.clock.sleep_until(end)
+        how = num_pieces, cores or self._cores, name
+        await self._spend(pieces.loads, pieces.stores, *how, crossing)
         pieces.move()
 
     async def store_view(
@@ -145,12 +139,10 @@ class MTE:
         """Copy by MTE2 and MTE3 in ping-pong: memory -> unified buffer -> memory, chunk by chunk."""
         pieces = whole_copies(pieces)
         loads, stores = traffic_of(self.fabric, self.place, pieces)
-        how = len(pieces), cores or self._cores, name
-        end = self._reserve_copy(loads, stores, *how, is_payload=True)
-        await self.fabric.clock.sleep_until(end)
+        await self._spend(loads, stores, len(pieces), cores or self._cores, name)
         move(self.fabric, pieces, die=self.node)
 
-    def _reserve_copy(
+    async def _spend(
         self,
         loads: Traffic,
         stores: Traffic,
@@ -158,9 +150,9 @@ class MTE:
         cores: int,
         name: str,
         crossing: tuple[Integers, Integers] | None = None,
-        is_payload: bool = False,
-    ) -> int:
-        """Book both engines, and the ports that the copy crosses; return its end (virtual ns)."""
+    ) -> None:
+        """Let the time of a copy pass, at both engines and at the ports that it crosses."""
+        await self.gate.passed()
         fabric, spec = self.fabric, self.fabric.spec
         load_ns = spec.link_ns(loads.local, loads.near, loads.far, cores)
         store_ns = spec.link_ns(stores.local, stores.near, stores.far, cores)
@@ -174,13 +166,12 @@ class MTE:
         end = ready + store_end + stores.latency_ns
         if crossing is not None:
             end = max(end, fabric.ports.pull(self.node, *crossing, ready))
-        if is_payload:
-            end += fabric.checksums.time_ns(loads.near + loads.far, spec)
+        end += fabric.checksums.time_ns(loads.near + loads.far, spec)
         self.mte2_busy_until = ready + load_end
         self.mte3_busy_until = end
         fabric.trace.span(self.node, "MTE2", name, start, ready + load_end, {"bytes": loads.nbytes})
         fabric.trace.span(self.node, "MTE3", name, ready + store_start, end, {"bytes": stores.nbytes})
-        return end
+        await fabric.clock.sleep_until(end)
 
     async def push(
         self,
@@ -214,6 +205,7 @@ class MTE:
         if copies is None:
             store_ns += spec.pieces_ns(num_steps, cores)
         load_end, _, store_start, end_ns = spec.pipeline_ns([load_ns, work_ns, store_ns], num_steps, cores)
+        await self.gate.passed()
         fixed = spec.startup_ns("mte") if copies is None else 0
         start = max(fabric.clock.now, self.mte2_busy_until, self.mte3_busy_until - fixed - store_start)
         start = max(start, stores.free_ns)
@@ -254,6 +246,7 @@ class MTE:
 
     async def _load(self, traffic: Traffic, num_pieces: int | None, cores: int | None, name: str) -> None:
         """Occupy MTE2 alone with a load, as soon as it is free."""
+        await self.gate.passed()
         fabric = self.fabric
         start = max(fabric.clock.now, self.mte2_busy_until, traffic.free_ns)
         end = self.mte2_busy_until = start + self._one_way_ns(traffic, num_pieces, cores)
@@ -270,8 +263,10 @@ class MTE:
     ) -> None:
         """Occupy MTE3 alone with a store, as soon as it is free. An earlier `since_ns` lets it begin in the
         past."""
+        await self.gate.passed()
         fabric = self.fabric
-        start = max(fabric.clock.now if since_ns is None else since_ns, self.mte3_busy_until)
+        begun = fabric.clock.now if since_ns is None else max(since_ns, self.gate.opens_ns)
+        start = max(begun, self.mte3_busy_until)
         start = max(start, traffic.free_ns)
         end = self.mte3_busy_until = start + self._one_way_ns(traffic, num_pieces, cores)
         fabric.trace.span(self.node, "MTE3", name, start, end, {"bytes": traffic.nbytes})

@@ -16,6 +16,7 @@ from typing import Protocol
 from xdeepserve.errors import HardwareError
 from xdeepserve.hw.dma import DMA
 from xdeepserve.hw.engines import Copy
+from xdeepserve.hw.gate import Gate
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.topology import Plane
 
@@ -63,7 +64,7 @@ class UbBackend:
         if node in self.pod.dies:
             return self.pod.dies[node].dma
         if node not in self._host_engines:
-            self._host_engines[node] = DMA(self.pod.fabric, node, "dma")
+            self._host_engines[node] = DMA(self.pod.fabric, node, "dma", Gate(self.pod.clock))
         return self._host_engines[node]
 
 

@@ -46,7 +46,9 @@ class Timeline:
         if not self.takes_turns:
             self.add(core.upper(), name, duration_ns, args)
             return
-        now, duration = await self.catch_up(), round(duration_ns)
+        await self.catch_up()
+        await self.die.gate.passed()
+        now, duration = self.die.clock.now, round(duration_ns)
         self.spent_ns[name] += duration
         if duration:
             taken = self.die.cores[core]
