@@ -110,7 +110,11 @@ class GlitchError(HardwareError):
         self.die, self.code = die, code
 
 
-class PageLostError(GlitchError):
+class DriverReport(GlitchError):
+    """A die's driver reports, also while the die rests, what must be put right before its work runs again."""
+
+
+class PageLostError(DriverReport):
     """A page of a die's memory has lost what it held: `nbytes` from `offset` on. It can be used again."""
 
     def __init__(self, die: int, code: str, meaning: str, offset: int, nbytes: int) -> None:

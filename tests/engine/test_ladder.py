@@ -135,7 +135,7 @@ def test_a_cancelled_mend_is_no_loss() -> None:
         raise asyncio.CancelledError
 
     remedies = {"run again": Remedy(lambda _: None, is_cancelled), "end": Remedy(lambda _: None, fails)}
-    loss = Loss("page", "te", (0,), GlitchError(0, "hbm-page", "a page"))
+    loss = Loss("report", "te", (0,), GlitchError(0, "hbm-page", "a page"))
     with pytest.raises(asyncio.CancelledError):
         at_once(climb(loss, remedies))
 
@@ -213,9 +213,13 @@ CASES = (
         error="mte-error",
     ),
     Case(
-        "page", "monolithic", (), (Fault(300.0, 0, "bad-page", page="kv/0/latent"),), (("run again", MENDS),)
+        "report",
+        "monolithic",
+        (),
+        (Fault(300.0, 0, "bad-page", page="kv/0/latent"),),
+        (("run again", MENDS),),
     ),
-    Case("metadata", "pd", TWO, (Fault(60.0, 0, "bad-page", page=0),), (("give up", MENDS),)),
+    Case("irreparable", "pd", TWO, (Fault(60.0, 0, "bad-page", page=0),), (("give up", MENDS),)),
     Case("server", "eaas", ("experts.copies=1",), (Fault(300.0, 5, "lost"),), (("mask", MENDS),)),
     Case("missed", "eaas", (), (Fault(300.0, 0, "lost"),), (("go on without", MENDS),)),
     Case("silence", "eaas", SOON, (Fault(300.0, 0, "stalled", for_us=1e7),), (("go on without", MENDS),)),

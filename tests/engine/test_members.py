@@ -23,7 +23,7 @@ DETECTORS = {
     "engine/te/server_monitor.py:ServerMonitor.look": "yields the losses that its looks have found",
     "engine/te/server_monitor.py:ServerMonitor.find_lost": "reads the memory of servers before a rollback",
     "engine/te/server_monitor.py:ServerMonitor._has_answered": "reads the bell in a server's memory",
-    "engine/te/lost_pages.py:LostPages.mend": "a page of a lost die cannot be restored",
+    "engine/te/repairs.py:Repairs.mend": "a page of a lost die cannot be restored",
     "engine/serving/te_group.py:TEGroup._lose_dies": "reads the memory of each die of a TE that is given up",
     "engine/serving/joining.py:Joining._give_back": "tests the dies of a TE that could not join",
     "engine/serving/failover.py:Failover._test": "tests the dies of a TE that was given up",

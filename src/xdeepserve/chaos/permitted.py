@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from xdeepserve.chaos.fault_schedule import FaultSchedule
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.job.executor import can_serve
-from xdeepserve.engine.te.lost_pages import LostPages
+from xdeepserve.engine.te.repairs import Repairs
 from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.hw.fault_kinds import ERROR_CODES
 from xdeepserve.hw.faults import Fault
@@ -113,7 +113,7 @@ def _holds_metadata(fault: Fault, te: TEPlan) -> bool:
         return False
     memory = te.pod.memories.plans[fault.die]
     start = memory.find_page(fault.page)
-    return start is not None and LostPages.is_fatal(memory, start)
+    return start is not None and Repairs.has_metadata(memory, start)
 
 
 def _is_cut(a: TEPlan, b: TEPlan, faults: Sequence[Fault]) -> bool:

@@ -260,10 +260,10 @@ class Loading:
         """Read from peers in turn until all weights have come; False if no peer is left."""
         while (found := self._peer()) is not None:
             peer, before = found
-            num_lost_pages = peer.num_lost_pages
+            num_reports = peer.num_reports
             with suppress(LostDieError, BrokenForkError):  # its memory does not answer
                 await self._read_peer(peer, before, is_timing_only)
-                if not peer.is_given_up and peer.num_lost_pages == num_lost_pages:
+                if not peer.is_given_up and peer.num_reports == num_reports:
                     return True
             self.fork.break_off()
             self._failed.append(peer)

@@ -26,7 +26,6 @@ class AddressSpace:
         self.silent: set[int] = set()  # nodes whose memory does not answer; what is written there is lost
         self.on_silence: dict[object, Callable[[int], None]] = {}  # told when somebody has found one out
         self.bad_pages: dict[int, list[PageLostError]] = {}  # by node, until somebody has put them right
-        self.on_page_lost: dict[object, Callable[[PageLostError], None]] = {}  # told of each at once
 
     def plan(self, node: int, capacity: int | None = None) -> MemoryPlan:
         """Return the memory plan of a node, made at first use; `capacity` is the size (bytes) of its physical
@@ -146,8 +145,6 @@ class AddressSpace:
     def lose_page(self, error: PageLostError) -> None:
         """Mark a page's content as lost: gathers from it raise this error until the page is repaired."""
         self.bad_pages.setdefault(error.die, []).append(error)
-        for tell in list(self.on_page_lost.values()):
-            tell(error)
 
     def check_sound(self, nodes: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> None:
         """Raise the error of a lost page if one of these pieces overlaps it."""

@@ -22,8 +22,8 @@ T = TypeVar("T")
 
 LossKind: TypeAlias = Literal[
     "glitch",
-    "page",
-    "metadata",
+    "report",
+    "irreparable",
     "server",
     "missed",
     "silence",
@@ -37,8 +37,8 @@ LossKind: TypeAlias = Literal[
 ]
 LOSSES: Final[Mapping[LossKind, str]] = {  # how each kind of loss is noticed
     "glitch": "a die reports an error code; its memory stays",
-    "page": "a driver reports that a page of HBM has lost its content",
-    "metadata": "a driver reports a lost page with metadata, by which dies and other TEs agree",
+    "report": "a driver reports what must be put right: a page of HBM has lost its content",
+    "irreparable": "a driver reports a lost page with metadata, by which dies and other TEs agree",
     "server": "an expert server has not answered the monitor's heartbeats, or a rollback would wait for it",
     "missed": "the memory of an expert server's client has been silent for several looks of the monitor",
     "silence": "a wait of the TE's loop has ended at its deadline: heartbeats, transfers or exchanges",
@@ -118,9 +118,9 @@ LADDER: Final = (
     Rung(
         name="run again",
         runs="loop",
-        kinds={"glitch", "page"},
+        kinds={"glitch", "report"},
         cannot="the code is `unspecified`, `recovery.stage=2`, or `recovery.max_rollbacks` glitches in a row",
-        mends="all dies go back to the step before, lost pages are restored, steps run again (stage 3)",
+        mends="all dies go back to the step before, reports are put right, steps run again (stage 3)",
         told="runs its steps again, in epoch {epoch}",
         stage="3",
     ),

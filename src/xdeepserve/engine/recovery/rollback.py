@@ -3,7 +3,7 @@
     1  a die reports a known error code; the TE plans no more steps
     2  the host writes the next epoch to the rollback field of every die, and a RollBack to every queue
     3  each die ends its current work, and reports the epoch
-    4  when all dies have reported, before a deadline, lost pages of memory are restored (`te.lost_pages`);
+    4  when all dies have reported, before a deadline, what drivers have reported is put right (`te.repairs`);
        Resume makes the dies forget their exchanges under way; the programs of expert dies begin again with
        the step that comes next
     5  the same steps are launched under new numbers
@@ -27,7 +27,7 @@ from xdeepserve.engine.messages import Resume, RollBack, RolledBack
 from xdeepserve.engine.numbers import Epoch, StepNo
 from xdeepserve.engine.recovery.ladder import Loss
 from xdeepserve.engine.recovery.rollback_field import Epochs, RollbackField
-from xdeepserve.errors import DeadlineError, GlitchError, PageLostError
+from xdeepserve.errors import DeadlineError, DriverReport, GlitchError
 from xdeepserve.hw.fault_kinds import ERROR_CODES
 from xdeepserve.hw.pod import Pod
 from xdeepserve.machine import follow
@@ -100,8 +100,8 @@ class Rollback:
             return f"{error.code} does not say whether the die can go on"
         if config.stage != 3:
             return f"recovery.stage={config.stage} does without token recomputation"
-        # A page that is lost is put right, and does not come again.
-        if not isinstance(error, PageLostError) and self._num_in_a_row >= config.max_rollbacks:
+        # What a driver has reported is put right, and does not come again.
+        if not isinstance(error, DriverReport) and self._num_in_a_row >= config.max_rollbacks:
             return f"steps have been run again {self._num_in_a_row} times, and none has ended since"
         return None
 
@@ -112,7 +112,7 @@ class Rollback:
         DeadlineError, naming the silent dies, if some do not answer.
         """
         self._move("call")
-        self._num_in_a_row += not isinstance(error, PageLostError)
+        self._num_in_a_row += not isinstance(error, DriverReport)
         self.reason = str(error)
         self.epoch = Epoch(self.epoch + 1)
         self._awaited = {*self._taking_part()}

@@ -93,7 +93,7 @@ class Joining:
             te = self._make(plan)
             te.load()
             self.loading.append(te)
-            await self._plan.bring(plan, source, self._ready_plans, te.lost_pages.mend)
+            await self._plan.bring(plan, source, self._ready_plans, te.repairs.mend)
             te.start()
             await serve_dummy(te, TIMEOUT_NS)
         except BaseException as error:

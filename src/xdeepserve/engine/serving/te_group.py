@@ -30,7 +30,7 @@ from xdeepserve.engine.serving.joining import FAILED, Joining, until_unused
 from xdeepserve.engine.te.reports import ServerReport, TEHealth, TEReport
 from xdeepserve.engine.te.te import TE
 from xdeepserve.engine.te.te_plan import TEPlan
-from xdeepserve.errors import LostDieError, PageLostError, RequestError, XDeepServeError, abridged
+from xdeepserve.errors import DriverReport, LostDieError, RequestError, XDeepServeError, abridged
 from xdeepserve.step.linear import Threads
 
 T = TypeVar("T")
@@ -67,7 +67,7 @@ class TEGroup:
             je.tes.append(self._make(te))
         self.control_plane = ControlPlane(plan.pod, plan.deployment.health, lambda: je.tes, self.fail)
         plan.pod.memories.on_silence[self] = self._find_lost
-        plan.pod.memories.on_page_lost[self] = self._lose_page
+        plan.pod.on_report[self] = self._hear_report
 
     def _make(self, plan: TEPlan) -> TE:
         return TE(plan, self._threads, self._lose, self._je.tell, self._plan.mend)
@@ -235,7 +235,7 @@ class TEGroup:
         self.end("the engine has been stopped")
         await asyncio.gather(*self.joining.processes, *self._leaving, *self._moving, return_exceptions=True)
         self._plan.pod.memories.on_silence.pop(self, None)
-        self._plan.pod.memories.on_page_lost.pop(self, None)
+        self._plan.pod.on_report.pop(self, None)
 
     def end(self, why: str) -> None:
         """Forbid joining and leaving; calls that wait for an expert server's move fail with `why`."""
@@ -299,11 +299,11 @@ class TEGroup:
             if die in te.needed_dies and te.is_running:
                 self._plan.pod.clock.detach(self._lose_die(te, die), f"loss of die {die}", self.fail)
 
-    def _lose_page(self, error: PageLostError) -> None:
-        """Act on a lost page of a die's memory: its TE repairs what it can, even while it loads."""
+    def _hear_report(self, report: DriverReport) -> None:
+        """Hear what a die's driver reports: its TE repairs what it can, even while it loads."""
         for te in (*self._je.tes, *self.joining.loading):
-            if error.die in te.plan.every_die and (te.is_running or te.life == "loading"):
-                te.lose_page(error)
+            if report.die in te.plan.every_die and (te.is_running or te.life == "loading"):
+                te.hear_report(report)
 
     async def _lose_die(self, te: TE, die: int) -> None:
         """Have a TE climb the ladder with a lost die, if nothing has come of the die's loss yet."""

@@ -25,7 +25,7 @@ from xdeepserve.engine.numbers import group_of
 from xdeepserve.engine.recovery.rollback import Rollback
 from xdeepserve.engine.te.heartbeat import Heartbeats
 from xdeepserve.engine.te.life import Lifetime
-from xdeepserve.engine.te.lost_pages import LostPages
+from xdeepserve.engine.te.repairs import Repairs
 from xdeepserve.errors import DeadlineError
 from xdeepserve.hw.queue import Queue
 
@@ -44,27 +44,27 @@ class Hearing:
         health: Heartbeats,
         recovery: Rollback,
         reconfiguration: Reconfiguration | None,
-        lost_pages: LostPages,
+        repairs: Repairs,
     ) -> None:
         self.inbox, self.groups, self._life = inbox, groups, life
         self._health, self._recovery = health, recovery
-        self._reconfiguration, self._lost_pages = reconfiguration, lost_pages
+        self._reconfiguration, self._repairs = reconfiguration, repairs
         self._tp = len(groups[0].dies)
 
     @property
     def may_collect(self) -> bool:
         """Whether results of steps may be taken: no rollback is running or about to begin."""
-        return self._recovery.phase == "serving" and not self._lost_pages.pending
+        return self._recovery.phase == "serving" and not self._repairs.pending
 
     @property
     def may_begin(self) -> bool:
         """Whether steps may begin, and expert servers come and leave: nothing of the TE is being restored."""
         return self.may_collect
 
-    def check_memory(self) -> None:
-        """Raise the error of a lost page, unless a rollback is running: then the page is being restored."""
+    def check_reports(self) -> None:
+        """Raise what a driver has reported, unless a rollback is running: then it is being put right."""
         if self._recovery.phase == "serving":
-            self._lost_pages.check()
+            self._repairs.check()
 
     async def hear(self, deadline_ns: int | None) -> msgspec.Struct:
         """Wait for the next message, act on it and return it; DeadlineError names lost DP groups."""
@@ -74,7 +74,7 @@ class Hearing:
         except DeadlineError as passed:
             raise self._health.error() or passed from None
         self.take(message)
-        self.check_memory()
+        self.check_reports()
         return message
 
     def hear_now(self) -> msgspec.Struct | None:
@@ -85,7 +85,7 @@ class Hearing:
         message = self.inbox.take_now()
         if message is not None:
             self.take(message)
-            self.check_memory()
+            self.check_reports()
         return message
 
     def take(self, message: msgspec.Struct) -> None:

@@ -99,7 +99,7 @@ class StepsApart:
                 raise error from None
         else:
             parts.hearing.take(message)
-            parts.hearing.check_memory()
+            parts.hearing.check_reports()
         return True
 
     def wake(self, group: DPGroup) -> None:

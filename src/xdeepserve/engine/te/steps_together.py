@@ -88,7 +88,7 @@ class StepsTogether:
             message = parts.hearing.hear_now() or await parts.hearing.hear(parts.health.deadline_ns)
             if isinstance(message, StepDone):
                 self._steps.note(message.step)
-        parts.hearing.check_memory()  # before its results are read
+        parts.hearing.check_reports()  # before its results are read
         self._steps.collect(step)
 
     def oldest(self, group: DPGroup) -> StepNo:

@@ -13,13 +13,13 @@ from xdeepserve.engine.die.experts import ExpertProgram, ring
 from xdeepserve.engine.dp.events import EventLog, Mended
 from xdeepserve.engine.messages import Shutdown
 from xdeepserve.engine.numbers import GroupRank, StepNo
-from xdeepserve.engine.recovery.ladder import Loss, Remedies, Remedy, at_once, climb
+from xdeepserve.engine.recovery.ladder import Loss, LossKind, Remedies, Remedy, at_once, climb
 from xdeepserve.engine.te.hearing import Hearing, hear_layers
 from xdeepserve.engine.te.heartbeat import Heartbeats
 from xdeepserve.engine.te.invariants import check, is_breach
 from xdeepserve.engine.te.life import Life, Lifetime
 from xdeepserve.engine.te.listeners import listeners, start_program
-from xdeepserve.engine.te.lost_pages import LostPages, Mend
+from xdeepserve.engine.te.repairs import Mend, Repairs
 from xdeepserve.engine.te.reports import ExpertLoad, expert_loads
 from xdeepserve.engine.te.server_monitor import ServerMonitor
 from xdeepserve.engine.te.server_seats import Bring, ServerSeats
@@ -28,7 +28,7 @@ from xdeepserve.engine.te.step_set import Loop, StepParts
 from xdeepserve.engine.te.steps_apart import StepsApart
 from xdeepserve.engine.te.steps_together import StepsTogether
 from xdeepserve.engine.te.te_plan import TEPlan
-from xdeepserve.errors import DeadlineError, GlitchError, PageLostError, XDeepServeError
+from xdeepserve.errors import DeadlineError, DriverReport, GlitchError, XDeepServeError
 from xdeepserve.hw.queue import Queue
 from xdeepserve.step.linear import Threads
 
@@ -83,10 +83,10 @@ class TE:
         self.recovery = plan.rollback()
         eplb = plan.eplb_trigger()
         self.reconfiguration = None if eplb is None else plan.reconfiguration(eplb, self.inbox, tell)
-        self.lost_pages = LostPages(plan, self.groups, self.reconfiguration, mend)
+        self.repairs = Repairs(plan, self.groups, self.reconfiguration, mend)
         self._hearing = Hearing(
             *(self.inbox, self.groups, self.lifetime, self.health),
-            *(self.recovery, self.reconfiguration, self.lost_pages),
+            *(self.recovery, self.reconfiguration, self.repairs),
         )
 
         # What they work at, and in which steps.
@@ -143,11 +143,11 @@ class TE:
 
     async def _turn(self) -> bool:
         """Take a turn of the loop; return whether it was the last."""
-        self._hearing.check_memory()
+        self._hearing.check_reports()
         for group in self.groups:
             group.poll_transfers()
-        await self.te_shell.gather_and_deal(self._hearing.check_memory)
-        self._hearing.check_memory()
+        await self.te_shell.gather_and_deal(self._hearing.check_reports)
+        self._hearing.check_reports()
         if self.moves_out and self._turns.is_idle:
             self.te_shell.move_out()
         self.te_shell.on_turn()
@@ -220,9 +220,8 @@ class TE:
     def _loss_of(self, error: Exception) -> Loss:
         """Return the loss that an error in the loop tells of, with the dies that are suspected."""
         if isinstance(error, GlitchError):
-            return Loss(
-                "page" if isinstance(error, PageLostError) else "glitch", self.plan.name, (error.die,), error
-            )
+            kind: LossKind = "report" if isinstance(error, DriverReport) else "glitch"
+            return Loss(kind, self.plan.name, (error.die,), error)
         if not isinstance(error, DeadlineError):
             return Loss("breach" if is_breach(error) else "error", self.plan.name, (), error)
         silent = self.health.ranks("lost") or self._copying
@@ -243,31 +242,28 @@ class TE:
         await self.recovery.roll_back(error, first_steps, self._hearing.hear)
         self.health.forgive()
         first_step = turns.roll_back()
-        await self.lost_pages.mend()
+        await self.repairs.mend()
         self.recovery.resume(first_step)
         self.tell(Mended(self.plan.name, "run again", self.recovery.epoch, str(error), begun_ns))
         await turns.run_again()
 
-    def lose_page(self, error: PageLostError) -> None:
-        """Note a page of memory that a die has lost, at the moment at which its driver says so.
+    def hear_report(self, report: DriverReport) -> None:
+        """Note what a die's driver reports, at that moment.
 
-        No step is planned and no result is taken until the page is restored; steps that may have read it are
-        rolled back. A lost page of metadata ends the TE.
+        No step is planned and no result is taken until it is put right; steps that it may have spoiled are
+        rolled back. What nothing can put right ends the TE.
         """
-        plan = self.plan
-        plan.num_lost_pages += 1
-        if self.life == "loading":  # as a memory that is new; `mend` brings weights that were there already
-            plan.pod.memory(error.die).buffer[error.offset : error.stop] = bytes(error.nbytes)
-            self.lost_pages.note(error)
-            return  # no step runs that would have to be called back
-        if self.lost_pages.is_fatal(plan.pod.memories.plans[error.die], error.offset):
-            self.lose(Loss("metadata", plan.name, (error.die,), error))
-            return
-        self.lost_pages.note(error)
-        for executor in self.executors:
-            if executor.die.index == error.die:
-                executor.refuse()
-        self.wake()
+        self.plan.num_reports += 1
+        if self.life == "loading":  # no step runs that would have to be called back
+            self.repairs.note_unused(report)
+        elif self.repairs.is_beyond(report):
+            self.lose(Loss("irreparable", self.plan.name, (report.die,), report))
+        else:
+            self.repairs.note(report)
+            for executor in self.executors:
+                if executor.die.index == report.die:
+                    executor.refuse()
+            self.wake()
 
     def _why_not_without(self, loss: Loss) -> str | None:
         """Explain why the TE cannot go on without the clients on the dies of a loss; None if it can."""

@@ -61,7 +61,7 @@ class TEPlan:
         self.wiring, self.team, self.checkpoint, self._load_mode = wiring, wiring.team, checkpoint, load_mode
         self.make_tier: MakeTier | None = None  # where prefixes outlive TEs
         self.num_readers = 0  # TEs that are loading from the memory of this one
-        self.num_lost_pages = 0  # of its dies' memories, so far
+        self.num_reports = 0  # of its dies' drivers, so far
         self.is_given_up = False  # then its weights are no good for another TE
         team = wiring.team
         self.pod, self.config, self.recipe, self.sizes = team.pod, team.config, team.recipe, team.sizes

@@ -288,7 +288,7 @@ def test_a_te_that_loads_loses_a_page(tiny: TinyCheckpoint) -> None:
 
         with LLM(tiny, "monolithic", overrides=list(SIZE)) as llm:
             llm.generate(PROMPTS, PARAMS, meanwhile=one_more)
-            assert [te.num_lost_pages for te in llm.engine.plan.tes] == [0, 1]
+            assert [te.num_reports for te in llm.engine.plan.tes] == [0, 1]
             assert not llm.engine.plan.pod.memories.bad_pages
             assert digest(llm.generate(PROMPTS, PARAMS, keep_logits=True)) == quiet.digest
 

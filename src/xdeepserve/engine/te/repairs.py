@@ -1,4 +1,6 @@
-"""Restores lost pages of HBM on a TE's dies, before steps run again (XDS 6.2).
+"""Repairs on a TE's dies: what drivers have reported is put right before steps run again (XDS 6.2).
+
+Of a lost page of HBM:
 
     weights      are read again from storage, as far as a page touches them (`build.PodPlan.mend`)
     KV           see `dp.lost_blocks`
@@ -19,15 +21,15 @@ from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.te.te_plan import TEPlan
-from xdeepserve.errors import LostDieError, PageLostError
+from xdeepserve.errors import DriverReport, LostDieError, PageLostError
 from xdeepserve.hw.memory import MemoryPlan
 
 Mend = Callable[[TEPlan, Sequence[PageLostError]], Awaitable[None]]
 """Function that reads a TE's weights in lost pages again."""
 
 
-class LostPages:
-    """Pages lost by a TE's dies and not restored yet."""
+class Repairs:
+    """What drivers of a TE's dies have reported and nothing has put right yet."""
 
     def __init__(
         self,
@@ -38,10 +40,10 @@ class LostPages:
     ) -> None:
         self._plan, self._groups, self._reconfiguration, self._mend = plan, groups, reconfiguration, mend
         self._group_of = {die.index: group for group in groups for die in group.dies}
-        self.pending: list[PageLostError] = []  # not put right yet
+        self.pending: list[DriverReport] = []
 
     def check(self) -> None:
-        """Raise the error of the first lost page, if there is any."""
+        """Raise the first report, if there is any."""
         if self.pending:
             raise self.pending[0]
 
@@ -51,21 +53,36 @@ class LostPages:
         return dict(self._plan.all_memories)
 
     @staticmethod
-    def is_fatal(memory: MemoryPlan, start: int) -> bool:
+    def has_metadata(memory: MemoryPlan, start: int) -> bool:
         """Whether the page at an offset holds metadata; the area has its place before memory is real."""
         return start < memory.ends[0]
 
-    def note(self, error: PageLostError) -> None:
-        """Record a page at the moment of its loss, and mark KV blocks that are moving from or to it."""
-        self.pending.append(error)
-        group = self._group_of.get(error.die)
-        if group is None:
+    def is_beyond(self, report: DriverReport) -> bool:
+        """Whether nothing can put right what a driver reports."""
+        memories = self._plan.pod.memories
+        return isinstance(report, PageLostError) and self.has_metadata(
+            memories.plans[report.die], report.offset
+        )
+
+    def note(self, report: DriverReport) -> None:
+        """Record a report at its moment, and mark KV blocks that are moving from or to a lost page."""
+        self.pending.append(report)
+        group = self._group_of.get(report.die)
+        if group is None or not isinstance(report, PageLostError):
             return
-        mem = self._mems[error.die]
+        mem = self._mems[report.die]
         assert isinstance(mem, DieMemory)
-        slots = mem.kv.slots_at(error.offset, error.stop)
+        slots = mem.kv.slots_at(report.offset, report.stop)
         if slots:
-            group.lost_blocks.note(slots, error)
+            group.lost_blocks.note(slots, report)
+
+    def note_unused(self, report: DriverReport) -> None:
+        """Record a report about a die that loads: a page is as in a memory that is new, whatever it held, and
+        `mend` brings weights that were there already."""
+        if isinstance(report, PageLostError):
+            page = slice(report.offset, report.stop)
+            self._plan.pod.memory(report.die).buffer[page] = bytes(report.nbytes)
+        self.note(report)
 
     def _names(self, error: PageLostError) -> list[str]:
         """Return the names of regions with bytes in a page."""
@@ -73,26 +90,27 @@ class LostPages:
         return [region.name for region in memory.regions_at(error.offset, error.stop)]
 
     async def mend(self) -> None:
-        """Restore all lost pages, from within a process and while no step runs.
+        """Put right what has been reported, from within a process and while no step runs.
 
-        Pages that are lost meanwhile are restored, too.
+        What is reported meanwhile is put right, too.
         """
         pod = self._plan.pod
         if not self.pending:
             return
         while self.pending:
-            pages, self.pending = self.pending, []
+            reports, self.pending = self.pending, []
+            pages = [report for report in reports if isinstance(report, PageLostError)]
             await self._mend(self._plan, pages)
             for page in pages:
                 if page.die in pod.lost:
                     raise LostDieError(f"die {page.die} is lost: its memory does not answer")
-                self._put_right(page)
+                self._restore(page)
         for group in self._groups:
             group.drop_lost()
         for die in self._mems:
             pod.memories.bad_pages.pop(die, None)
 
-    def _put_right(self, page: PageLostError) -> None:
+    def _restore(self, page: PageLostError) -> None:
         """Restore contents of a page that the host knows, or can do without."""
         mem, names = self._mems[page.die], self._names(page)
         if mem.redundant is not None and any(name == "slot_expert" or ".experts." in name for name in names):
