@@ -170,7 +170,7 @@ class Pod:
             self.report(error)
 
     def report(self, report: DriverReport) -> None:
-        """Tell listeners at once what the driver of a die reports."""
+        """Pass a report by the driver of a die on to listeners, at once."""
         for tell in list(self.on_report.values()):
             tell(report)
 

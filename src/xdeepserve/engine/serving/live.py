@@ -99,7 +99,7 @@ class Request:
         try:
             while (item := await self._queue.get()) is not None:
                 if isinstance(item, XDeepServeError):
-                    raise item
+                    raise item.with_traceback(None)  # it may end many requests: no frames of others
                 yield item
         finally:
             with contextlib.suppress(RuntimeError):  # the loop may be closing

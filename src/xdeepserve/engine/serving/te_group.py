@@ -300,7 +300,7 @@ class TEGroup:
                 self._plan.pod.clock.detach(self._lose_die(te, die), f"loss of die {die}", self.fail)
 
     def _hear_report(self, report: DriverReport) -> None:
-        """Hear what a die's driver reports: its TE repairs what it can, even while it loads."""
+        """Act on a report by a die's driver: its TE repairs what it can, even while it loads."""
         for te in (*self._je.tes, *self.joining.loading):
             if report.die in te.plan.every_die and (te.is_running or te.life == "loading"):
                 te.hear_report(report)

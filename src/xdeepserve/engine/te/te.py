@@ -248,7 +248,7 @@ class TE:
         await turns.run_again()
 
     def hear_report(self, report: DriverReport) -> None:
-        """Note what a die's driver reports, at that moment.
+        """Note a report by a die's driver, at its moment.
 
         No step is planned and no result is taken until it is put right; steps that it may have spoiled are
         rolled back. What nothing can put right ends the TE.
