@@ -62,7 +62,7 @@ class Hearing:
         return self.may_collect
 
     def check_reports(self) -> None:
-        """Raise what a driver has reported, unless a rollback is running: then it is being put right."""
+        """Raise the report of a driver, unless a rollback is running: then it is being put right."""
         if self._recovery.phase == "serving":
             self._repairs.check()
 

@@ -29,7 +29,7 @@ Mend = Callable[[TEPlan, Sequence[PageLostError]], Awaitable[None]]
 
 
 class Repairs:
-    """What drivers of a TE's dies have reported and nothing has put right yet."""
+    """Reports by drivers of a TE's dies that nothing has put right yet, and how they are put right."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Repairs:
         return start < memory.ends[0]
 
     def is_beyond(self, report: DriverReport) -> bool:
-        """Whether nothing can put right what a driver reports."""
+        """Whether nothing can put a report right."""
         memories = self._plan.pod.memories
         return isinstance(report, PageLostError) and self.has_metadata(
             memories.plans[report.die], report.offset
@@ -90,9 +90,9 @@ class Repairs:
         return [region.name for region in memory.regions_at(error.offset, error.stop)]
 
     async def mend(self) -> None:
-        """Put right what has been reported, from within a process and while no step runs.
+        """Put everything right that was reported, from within a process and while no step runs.
 
-        What is reported meanwhile is put right, too.
+        Reports that come meanwhile are put right, too.
         """
         pod = self._plan.pod
         if not self.pending:
