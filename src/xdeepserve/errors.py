@@ -11,7 +11,8 @@ XDeepServeError
 │   ├── LostDieError        an access to a die that has failed
 │   ├── LinkError           an access by a link that is down
 │   ├── GlitchError         a kernel or transfer of a die has ended with an error code
-│   │   └── PageLostError   a page of the die's memory has lost what it held
+│   │   └── DriverReport    something on a die must be put right before its work runs again
+│   │       └── PageLostError   a page of the die's memory has lost what it held
 │   ├── AddressError        out of bounds, misaligned or overlapping
 │   └── OutOfMemoryError    an area of a die's memory is full
 └── ProtocolError           dies disagreed

@@ -8,6 +8,7 @@ import pytest
 
 from tests.tools import one_die
 from xdeepserve import LLM, SamplingParams
+from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.errors import TransferError, XDeepServeError
 from xdeepserve.hw.faults import Fault
 from xdeepserve.llm import digest
@@ -104,6 +105,7 @@ def test_checksums_take_time_and_change_no_bit(tiny: TinyCheckpoint, expected: s
     "fault",
     [
         Fault(5.0, 0, "slow", 2000.0, factor=4.0),
+        Fault(5.0, 0, "stalled", 2000.0),
         Fault(5.0, 1, "late", 2000.0, by_us=5.0),
         Fault(5.0, link=(0, 1), kind="blocked", plane="ub", for_us=3000.0),
     ],
@@ -119,6 +121,17 @@ def test_who_is_slow_or_late_holds_others_up(
             return llm.engine.stats().virtual_ns
 
     assert ends(fault) > ends()
+
+
+def test_a_stalled_die_holds_up_a_run_that_only_takes_time() -> None:
+    def end_ns(*faults: Fault) -> int:
+        settings = ["dies=2", "max_model_len=128"]
+        timing = TimingConfig()
+        with LLM("tiny", "colocated", overrides=settings, faults=faults, timing_only=timing) as llm:
+            llm.generate(PROMPTS, PARAMS)
+            return llm.engine.stats().virtual_ns
+
+    assert end_ns(Fault(5.0, 0, "stalled", 2000.0)) > end_ns() + 1_900_000
 
 
 @pytest.mark.parametrize("lockstep", ["false", "true"])

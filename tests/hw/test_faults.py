@@ -450,7 +450,7 @@ def test_a_page_that_is_lost() -> None:
         pod.plan(die).app.alloc("data", 3 * PAGE_NBYTES - 64)
     pod.materialise()
     told: list[DriverReport] = []
-    pod.on_report["me"] = told.append
+    pod.fabric.on_report["me"] = told.append
     ends: list[str] = []
 
     async def work(die: Die) -> None:

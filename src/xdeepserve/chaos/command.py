@@ -25,8 +25,8 @@ def add_options(parser: Parser) -> None:
     which.add_argument(
         "--every-step",
         action="store_true",
-        help="instead, every single fault: dies lost or stalled at each operation of each step, parts of a "
-        "memory pool broken at each phase",
+        help="instead, every single fault: each kind that is tried on a die at each operation of each step, "
+        "each on a part of a memory pool at each phase",
     )
     which.add_argument(
         "--replay", type=Path, metavar="FILE", help="instead, one schedule, as --save wrote it"

@@ -31,9 +31,9 @@ def permits_errors(schedule: FaultSchedule, plan: PodPlan) -> bool:
     They may if the TEs that lose no die, and no link between their dies, could not serve together. They also
     may if one of these TEs prefills and has no intact way to a TE that decodes. The following are no reasons:
 
-    - a stalled, slow, late or blocked die or link, because that is over before any deadline
-    - a glitch after which a TE runs its steps again; other glitches cost the TE all its dies
-    - a lost page without metadata, where KV is recomputed
+    - a fault that is over before any deadline
+    - an error code or a report after which a TE runs its steps again, with KV recomputed that is lost; others
+      cost the TE all its dies
     - lost expert servers, if others that do not leave have their experts; servers that come do not count
     - lost clients of expert servers, if there are other clients
     - a broken part of the memory pool, because requests without its answer compute

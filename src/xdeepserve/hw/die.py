@@ -176,13 +176,14 @@ class Die:
         programs that wait for work are not affected."""
         self._end_with(GlitchError(self.index, code, ERROR_CODES[code].meaning))
 
-    def lose_page(self, offset: int, nbytes: int) -> PageLostError:
-        """Scribble over a page of this die's memory and end its work as after a glitch. Returns the error
-        that says so."""
+    def lose_page(self, offset: int, nbytes: int) -> None:
+        """Scribble over a page of this die's memory and end its work as after a glitch; the driver reports
+        which bytes are lost."""
         self.memory.scribble(offset, offset + nbytes)
         error = PageLostError(self.index, PAGE_LOST, ERROR_CODES[PAGE_LOST].meaning, offset, nbytes)
         self._end_with(error)
-        return error
+        self.fabric.memories.lose_page(error)
+        self.fabric.report(error)
 
     def _end_with(self, error: GlitchError) -> None:
         for process in self.running:

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from operator import index
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from ..errors import AddressError, GlitchError, IntegrityError
+from ..errors import AddressError, DriverReport, GlitchError, IntegrityError
 from .address_space import AddressSpace
 from .clock import Clock
 from .fault_kinds import Moments
@@ -113,6 +113,12 @@ class Fabric(NamedTuple):
     links: FaultyLinks
     moments: Moments
     checksums: Checksums
+    on_report: dict[object, Callable[[DriverReport], None]]  # by listener
+
+    def report(self, report: DriverReport) -> None:
+        """Pass a report by the driver of a die on to listeners, at once."""
+        for tell in list(self.on_report.values()):
+            tell(report)
 
 
 class Gather:

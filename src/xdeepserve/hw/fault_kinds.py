@@ -110,19 +110,21 @@ def kinds_at(place: Place) -> list[Kind]:
     return [kind for where, kind in RULES if where == place]
 
 
-# Error codes with which a die's driver reports what has failed while the die goes on: its memory has stayed
-# (glitches), or all of it but a page.
+# Error codes with which a die's driver says what has failed while the die goes on.
 #
 # The paper speaks of known error codes without naming any (xDeepServe 6.2); these stand for the kinds of
 # faults that CANN's runtime tells apart.
 
 
 class ErrorCode(NamedTuple):
-    """Meaning of an error code, and whether the same work may succeed when repeated. After `PAGE_LOST` it may
-    only once the page's content is repaired."""
+    """Meaning of an error code, and whether the same work may succeed when repeated.
+
+    A code that is reported (`errors.DriverReport`) says what the host must put right before that.
+    """
 
     meaning: str
     is_transient: bool
+    is_reported: bool = False
 
 
 ERROR_CODES = {
@@ -133,10 +135,10 @@ ERROR_CODES = {
     "link-error": ErrorCode("a link has given a packet up after sending it again and again", True),
     "task-timeout": ErrorCode("the driver has ended a task that took too long", True),
     "unspecified": ErrorCode("the driver does not say what has failed", False),
-    "hbm-page": ErrorCode("a page of memory was lost, and a healthy one is in its place", True),
+    "hbm-page": ErrorCode("a page of memory was lost, and a healthy one is in its place", True, True),
 }
 PAGE_LOST = "hbm-page"
-GLITCHES = [code for code in ERROR_CODES if code != PAGE_LOST]  # after these the memory is as it was
+GLITCHES = [code for code, row in ERROR_CODES.items() if not row.is_reported]  # the die is as it was
 
 
 # Moments of operations, at which faults may be planned: the n-th time that a step of one is complete.

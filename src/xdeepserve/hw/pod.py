@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ..errors import DeploymentError, DriverReport, HardwareError
+from ..errors import DeploymentError, HardwareError
 from .address_space import AddressSpace
 from .clock import Clock
 from .die import Die
@@ -58,11 +58,11 @@ class Pod:
             links,
             moments,
             Checksums(),
+            {},
         )
         self.dies: dict[int, Die] = {}
         self.holders: dict[int, str] = {}  # of dies that are not free, by whom
         self.lost: set[int] = set()  # dies that nobody may hold any more
-        self.on_report: dict[object, Callable[[DriverReport], None]] = {}  # told at once what drivers report
         self.services: dict[str, Any] = {}  # that all who share the pod may use, by name
         # What can break besides dies, by place and number (`hw.fault_kinds`): told the kind of a fault, and
         # whether it begins or is over.
@@ -164,15 +164,7 @@ class Pod:
         happens if nothing uses the page."""
         start = self.memories.plans[die].find_page(page) if self.memories.is_materialised(die) else None
         if start is not None:
-            nbytes = min(PAGE_NBYTES, len(self.memories[die]) - start)
-            error = self.dies[die].lose_page(start, nbytes)
-            self.memories.lose_page(error)
-            self.report(error)
-
-    def report(self, report: DriverReport) -> None:
-        """Pass a report by the driver of a die on to listeners, at once."""
-        for tell in list(self.on_report.values()):
-            tell(report)
+            self.dies[die].lose_page(start, min(PAGE_NBYTES, len(self.memories[die]) - start))
 
     def break_host(self, host: int) -> None:
         """Break a server without telling anybody: all its dies, and its DRAM."""

@@ -37,7 +37,7 @@ LossKind: TypeAlias = Literal[
 ]
 LOSSES: Final[Mapping[LossKind, str]] = {  # how each kind of loss is noticed
     "glitch": "a die reports an error code; its memory stays",
-    "report": "a driver reports what must be put right: a page of HBM has lost its content",
+    "report": "a driver reports what must be put right first, such as a lost page of HBM",
     "irreparable": "a driver reports a lost page with metadata, by which dies and other TEs agree",
     "server": "an expert server has not answered the monitor's heartbeats, or a rollback would wait for it",
     "missed": "the memory of an expert server's client has been silent for several looks of the monitor",

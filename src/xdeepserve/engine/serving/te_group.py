@@ -67,7 +67,7 @@ class TEGroup:
             je.tes.append(self._make(te))
         self.control_plane = ControlPlane(plan.pod, plan.deployment.health, lambda: je.tes, self.fail)
         plan.pod.memories.on_silence[self] = self._find_lost
-        plan.pod.on_report[self] = self._hear_report
+        plan.pod.fabric.on_report[self] = self._hear_report
 
     def _make(self, plan: TEPlan) -> TE:
         return TE(plan, self._threads, self._lose, self._je.tell, self._plan.mend)
@@ -235,7 +235,7 @@ class TEGroup:
         self.end("the engine has been stopped")
         await asyncio.gather(*self.joining.processes, *self._leaving, *self._moving, return_exceptions=True)
         self._plan.pod.memories.on_silence.pop(self, None)
-        self._plan.pod.on_report.pop(self, None)
+        self._plan.pod.fabric.on_report.pop(self, None)
 
     def end(self, why: str) -> None:
         """Forbid joining and leaving; calls that wait for an expert server's move fail with `why`."""

@@ -80,6 +80,7 @@ class Timeline:
         """Let the clock reach the program's position; return the virtual time in ns."""
         if self._ahead_ns:
             ahead, self._ahead_ns = self._ahead_ns, 0
+            await self.die.gate.passed()
             await self.die.clock.sleep(ahead)
         return self.die.clock.now
 
