@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from xdeepserve.history import TEChange
 from xdeepserve.hw.faults import Fault
 from xdeepserve.model.config import ModelConfig
 
@@ -13,15 +14,6 @@ NUM_COMPANIONS = 20
 Subject = Literal["plain", "structured", "int8-combine"]  # a matrix for each, with digests of its own
 LATE = "execution.pin_cores=false"  # launches are late at random
 SIMPLE = ("monolithic", "colocated", "pd")  # run models without routed experts too
-
-
-class TEChange(msgspec.Struct, frozen=True):
-    """A change of the pod while it serves: a TE, or one of its expert servers, is added or taken away."""
-
-    at_ns: int  # of virtual time, from when the prompts come
-    what: Literal["add", "drain", "remove", "add server", "remove server"]
-    te: str  # its name; of one that comes, its role
-    server: int = 0  # its number
 
 
 class Writer(msgspec.Struct, frozen=True):
