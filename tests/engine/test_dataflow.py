@@ -16,7 +16,7 @@ from xdeepserve.comm.trampoline.token_flow import Arrival, FlowExpertSide
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.experts import ExpertProgram
-from xdeepserve.engine.dp.events import Given, Observed
+from xdeepserve.engine.dp.events import Given
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.te.host import Host
 from xdeepserve.engine.ways.flow.real import FlowEnd
@@ -112,21 +112,14 @@ def test_a_host_that_is_late_holds_up_its_own_group_alone(
     def tpots() -> list[float]:
         """Each DP group's, in ms."""
         settings = overrides(shape, "execution.mode=graph", "dataflow=true")
-        with LLM("tiny-random", "moe-attention", "int8", overrides=settings) as llm:
-            groups: dict[int, int] = {}
-
-            def see(event: Observed) -> None:
-                if isinstance(event, Given):
-                    groups[event.seq_id] = event.group.rank
-
-            llm.engine.observe(see)
-            outputs = llm.generate(prompts, params)
-            assert sorted(groups.values()) == [*range(num_groups)]
-            found = [0.0] * len(prompts)
-            for seq_id, output in enumerate(outputs):
-                assert output.metrics is not None
-                found[groups[seq_id]] = (output.metrics.tpot_ns or 0) / 1e6
-            return found
+        told = serve(History("moe-attention", settings, prompts, params), hears=(Given,))
+        groups = {event.seq_id: event.group.rank for event in told.of(Given)}
+        assert sorted(groups.values()) == [*range(num_groups)]
+        found = [0.0] * len(prompts)
+        for seq_id, output in enumerate(told.outputs):
+            assert output.metrics is not None
+            found[groups[seq_id]] = (output.metrics.tpot_ns or 0) / 1e6
+        return found
 
     flowing = tpots()
     late_ns = 5_000_000

@@ -263,14 +263,13 @@ def test_who_asks_hears_which_servers_are_lost() -> None:
     """In `/health`, and in `/metrics`, which say nothing of servers where there are none."""
 
     def told(deployment: str, *settings: str, faults: Sequence[Fault] = ()) -> tuple[Any, dict[str, float]]:
-        overrides = ["max_model_len=64", *settings]
-        with LLM("tiny-random", deployment, overrides=overrides, faults=faults) as llm:
-            llm.generate(PROMPTS, PARAMS)
-            stats, (te,) = llm.engine.stats(), llm.engine.health()
-            metrics = EngineCollector("m", lambda: stats).collect()
-            samples = [sample for metric in metrics for sample in metric.samples]
-            found = {s.labels["state"]: s.value for s in samples if s.name == "xdeepserve:expert_servers"}
-            return te, found
+        overrides = ("max_model_len=64", *settings)
+        stats = serve(History(deployment, overrides, PROMPTS, PARAMS, faults=faults)).stats
+        metrics = EngineCollector("m", lambda: stats).collect()
+        samples = [sample for metric in metrics for sample in metric.samples]
+        found = {s.labels["state"]: s.value for s in samples if s.name == "xdeepserve:expert_servers"}
+        (te,) = stats.health
+        return te, found
 
     te, found = told("eaas", COPIES, "services.heartbeat_ms=0.2", faults=[Fault(900.0, 5, "lost")])
     assert te.lost_servers == (5 - FIRST_SERVER,)

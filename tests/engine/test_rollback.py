@@ -12,7 +12,7 @@ from prometheus_client import generate_latest
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.api.server.engine_metrics import EngineCollector
 from xdeepserve.engine.die.drafts import Drafter
-from xdeepserve.engine.dp.events import Mended, Observed, StepEnded
+from xdeepserve.engine.dp.events import Mended, StepEnded
 from xdeepserve.engine.messages import CopyBlocks
 from xdeepserve.engine.plans import BlockCopy
 from xdeepserve.engine.serving.engine import Engine
@@ -180,23 +180,20 @@ def test_drafts_are_made_of_what_was_there_before(tiny: TinyCheckpoint) -> None:
     assert max(kept) <= 2
 
 
-def test_each_group_keeps_the_states_of_steps_that_have_happened(tiny: TinyCheckpoint) -> None:
+def test_each_group_keeps_the_states_of_steps_that_have_happened() -> None:
     """Where tokens flow groups number their steps by themselves: of one that is at its tenth step that one is
     rolled back, and not also the ninth because another group is at its second."""
 
+    settings = (SIZE, *APART, "dataflow=true", "mtp=2")
+    params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=1.0, seed=3)
+    history = History("moe-attention", settings, PROMPTS[:2], params, [0, 8_000_000])
+
     def proposed(faults: Sequence[Fault]) -> dict[int, list[tuple[int, ...]]]:
         made: dict[int, list[tuple[int, ...]]] = {}
-
-        def see(event: Observed) -> None:
-            for share in event.shares if isinstance(event, StepEnded) else ():
-                made.setdefault(share.seq_id, []).append(share.proposed)
-
-        settings = [SIZE, *APART, "dataflow=true", "mtp=2"]
-        with LLM(tiny, "moe-attention", overrides=settings, faults=faults) as llm:
-            llm.engine.observe(see)
-            params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=1.0, seed=3)
-            llm.generate(PROMPTS[:2], params, arrivals_ns=[0, 8_000_000])
-            assert llm.engine.je.tes[0].recovery.count == len(faults)
+        told = serve(replace(history, faults=faults), hears=(StepEnded,))
+        assert told.stats.num_recoveries["3"] == len(faults)
+        for share in (share for step in told.of(StepEnded) for share in step.shares):
+            made.setdefault(share.seq_id, []).append(share.proposed)
         return made
 
     quiet = proposed(())

@@ -19,6 +19,7 @@ from xdeepserve import LLM, SamplingParams
 from xdeepserve.api.server.server import build_app
 from xdeepserve.engine.dp.events import Mended, Preempted
 from xdeepserve.engine.serving.engine import Engine
+from xdeepserve.history import History, serve
 from xdeepserve.hw.faults import Fault
 from xdeepserve.llm import build_engine
 from xdeepserve.loop import run
@@ -159,14 +160,12 @@ def test_an_observer_that_fails_harms_nobody(tiny: TinyCheckpoint, caplog: pytes
     assert "a listener failed" in caplog.text
 
 
-def test_metrics_count_what_the_log_tells(tiny: TinyCheckpoint) -> None:
+def test_metrics_count_what_the_log_tells() -> None:
     """Preemptions and rollbacks that observers are told of, and those that the engine's stats have, agree."""
-    seen: list[Any] = []
     overrides = ("max_model_len=160", "cache.num_blocks=12", "cache.prefix=false")
+    prompts, params = [[i] * 30 for i in range(4)], SamplingParams(max_tokens=40, ignore_eos=True)
     faults = (Fault(900.0, 0, "glitch", code="mte-error"),)
-    with LLM(tiny, "monolithic", overrides=overrides, faults=faults) as llm:
-        llm.engine.observe(seen.append)
-        llm.generate([[i] * 30 for i in range(4)], SamplingParams(max_tokens=40, ignore_eos=True))
-        stats = llm.engine.stats()
-    assert stats.num_preemptions == sum(isinstance(event, Preempted) for event in seen) > 0
-    assert stats.num_recoveries["3"] == sum(isinstance(event, Mended) for event in seen) == 1
+    history = History("monolithic", overrides, prompts, params, faults=faults)
+    told = serve(history, hears=(Preempted, Mended))
+    assert told.stats.num_preemptions == len(told.of(Preempted)) > 0
+    assert told.stats.num_recoveries["3"] == len(told.of(Mended)) == 1
