@@ -51,7 +51,7 @@ def served(
 
 
 def resent(*settings: str, faults: Sequence[Fault]) -> tuple[Told, int]:
-    """What came of the requests, and how many batches clients have sent again."""
+    """Results of the requests, and the number of batches that clients have sent again."""
     counts: list[int] = []
 
     @contextmanager

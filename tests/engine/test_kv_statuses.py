@@ -1,5 +1,8 @@
 """Statuses of decode groups that come periodically: old ones change placements and no token."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 
 from xdeepserve import LLM, SamplingParams
@@ -17,8 +20,14 @@ ARRIVALS = [2_000_000 * i for i in range(24)]
 
 def served(period: str, *more: str) -> tuple[str, list[int]]:
     """Digest of the outputs, and the decode group of each request."""
+
+    @contextmanager
+    def around(llm: LLM) -> Iterator[None]:
+        yield
+        assert llm.engine.plan.pod.clock.rests
+
     settings = (*POD, f"scheduler.status_period={period}", *more)
-    told = serve(History("pd", settings, PROMPTS, PARAMS, ARRIVALS), hears=(Given,))
+    told = serve(History("pd", settings, PROMPTS, PARAMS, ARRIVALS), hears=(Given,), around=around)
     given = [event for event in told.of(Given) if event.group.te.startswith("decode")]
     places = {event.seq_id: event.group.rank for event in given}
     return told.digest, [places[i] for i in range(len(PROMPTS))]

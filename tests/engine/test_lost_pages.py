@@ -331,6 +331,7 @@ def test_kv_on_its_way_to_the_host_and_back(tiny: TinyCheckpoint) -> None:
         with LLM(tiny, "monolithic", overrides=[*SIZE, *settings], faults=faults) as llm:
             assert digest(ask(llm)) == expected, at_us
             llm.engine.check_integrity()
+            assert not llm.engine.plan.pod.memories.bad_pages
 
 
 def test_nothing_that_is_lost_goes_to_the_memory_pool(tiny: TinyCheckpoint, tmp_path: Path) -> None:

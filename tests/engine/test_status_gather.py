@@ -49,7 +49,7 @@ def test_a_row_says_all_that_a_group_does(status: GroupStatus, cached: list[int]
 
 
 def served(deployment: str, *settings: str, **more: Any) -> tuple[Told, dict[int, int]]:
-    """What came of the requests, and the DP group of prefill that each was given to."""
+    """Results of the requests, and the DP group of prefill that each was given to."""
     told = serve(
         History(deployment, ("max_model_len=128", *settings), PROMPTS, PARAMS, **more), hears=(events.Given,)
     )
