@@ -67,7 +67,6 @@ def run_case(checkpoint: Checkpoint, recipe: Recipe, case: Case) -> tuple[Told, 
     config = checkpoint.config
     wanted = prompts(config)
     params = [_params(i, case.form) for i in range(len(wanted))]
-    plain = History(case.deployment, prompts=wanted, params=params, model=checkpoint, precision=recipe)
     others: list[list[int]] = []
     if case.crowded:
         others = [_seeded_ids(config, 100 + i, 5 + 3 * i) for i in range(NUM_COMPANIONS)]
@@ -79,8 +78,9 @@ def run_case(checkpoint: Checkpoint, recipe: Recipe, case: Case) -> tuple[Told, 
         arrivals = [_random(case.arrivals, 3, i) % ARRIVAL_SPAN_NS for i in range(count)]
     answers: list[RequestOutput] = []  # of a second model
 
-    def fill(deployment: str, overrides: tuple[str, ...]) -> None:
-        serve(msgspec.structs.replace(plain, deployment=deployment, settings=overrides))
+    def fill(writer: History) -> None:
+        asked = {"prompts": wanted, "params": params, "precision": recipe, "model": checkpoint}
+        serve(msgspec.structs.replace(writer, **asked))
 
     @contextlib.contextmanager
     def around(llm: LLM) -> Iterator[None]:
@@ -95,15 +95,17 @@ def run_case(checkpoint: Checkpoint, recipe: Recipe, case: Case) -> tuple[Told, 
             yield
 
     with pool_of(case, fill) as settings:
-        history = msgspec.structs.replace(
-            plain,
-            settings=settings,
-            prompts=[*others[:half], *wanted, *others[half:]],
-            params=[*companions, *params, *companions],
+        history = History(
+            case.deployment,
+            settings,
+            [*others[:half], *wanted, *others[half:]],
+            [*companions, *params, *companions],
             arrivals_ns=arrivals,
             faults=case.faults,
             life=case.life,
             clock_seed=case.clock_seed,
+            precision=recipe,
+            model=checkpoint,
             in_turn=case.alone,
         )
         told = serve(history, around=around)
@@ -123,8 +125,7 @@ def _second_model(llm: LLM, deployment: str, answers: list[RequestOutput]) -> It
 @functools.cache
 def second_alone() -> str:
     """Digest of the second model's answers on a pod of its own."""
-    with LLM(SECOND_MODEL) as llm:
-        return digest(llm.generate(SECOND_PROMPTS, _params(0), keep_logits=True))
+    return serve(History("monolithic", (), SECOND_PROMPTS, _params(0), model=SECOND_MODEL)).digest
 
 
 def in_the_arithmetic_of(subject: Subject, checkpoint: Checkpoint) -> Checkpoint:
