@@ -13,14 +13,13 @@ from xdeepserve.engine.deploy import fitting
 from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import PRESETS, resolve
 from xdeepserve.errors import DeploymentError
-from xdeepserve.model.checkpoint import Checkpoint, num_parameters
+from xdeepserve.model.checkpoint import num_parameters
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.presets import PRESET_DIRECTORY, SeededCheckpoint, resolve_model
-from xdeepserve.model.weights import Recipe
 from xdeepserve.verify import matrix, outputs
 from xdeepserve.verify.case import Case
 from xdeepserve.verify.matrix import cases, left_out, verify
-from xdeepserve.verify.outputs import Served, run_case
+from xdeepserve.verify.outputs import run_case
 
 COUNTED = functools.cache(num_parameters)
 
@@ -182,20 +181,14 @@ def small_second(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_second_model_that_answers_otherwise_than_alone_is_no_equal_row(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    tiny = resolve_model("tiny-random")
     beside = Case("monolithic", "a second model beside it", beside="monolithic")
     monkeypatch.setattr("xdeepserve.verify.matrix.cases", lambda config, subject: [beside])
     monkeypatch.setattr("xdeepserve.verify.matrix.RECIPES", ("int8",))
-    served: list[Served] = []
-
-    def run_once(checkpoint: Checkpoint, recipe: Recipe, case: Case) -> Served:
-        served.append(run_case(checkpoint, recipe, case))
-        return served[0]
-
-    monkeypatch.setattr("xdeepserve.verify.matrix.run_case", run_once)
-    (row,) = [row for row in verify("tiny-random") if row.deployment == "monolithic"]
+    monkeypatch.setattr("xdeepserve.verify.matrix.run_case", functools.cache(run_case))
+    (row,) = [row for row in verify(tiny) if row.deployment == "monolithic"]
     assert (row.is_equal, row.missing) == (True, "")
-    monkeypatch.setattr("xdeepserve.verify.matrix.run_case", lambda *_: served[0])
     monkeypatch.setattr("xdeepserve.verify.matrix.second_alone", lambda: "sha256:of other prompts")
-    (row,) = [row for row in verify("tiny-random") if row.deployment == "monolithic"]
+    (row,) = [row for row in verify(tiny) if row.deployment == "monolithic"]
     assert (row.is_equal, row.holds) == (False, False)
     assert str(row).endswith("DIFFERENT: tiny beside it does not answer as it does alone")

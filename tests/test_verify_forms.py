@@ -50,7 +50,7 @@ def test_the_reference_draws_through_the_same_masks(drafts: int) -> None:
         for case in cases(tiny.config, subject="structured")
         if (case.deployment, case.variant) == ("monolithic", variant)
     ]
-    outputs = run_case(tiny, "int8", case).outputs
+    outputs = run_case(tiny, "int8", case)[0].outputs
     assert digest(outputs) == digest(reference_outputs(tiny, "int8", outputs, "structured"))
     assert digest(outputs) != digest(reference_outputs(tiny, "int8", outputs))
     tokenizer = load_tokenizer(tiny.directory)

@@ -22,7 +22,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,17 +32,14 @@ import msgspec
 from tests.engine.histories import abort_on_the_way
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.dp.events import Observed
-from xdeepserve.errors import XDeepServeError
+from xdeepserve.history import History, TEChange, serve
 from xdeepserve.hw.faults import Fault
 from xdeepserve.hw.trace import Trace
 from xdeepserve.llm import RequestOutput
-from xdeepserve.verify.case import TEChange
-from xdeepserve.verify.outputs import change_tes
 
 DIGESTS = Path(__file__).parent / "golden" / "times.json"
 LINES = DIGESTS.with_suffix("")
-MODEL = "tiny-random"
-MS = 1_000_000  # ns
+MS = 1000.0  # us
 
 SMALL = ("max_model_len=128", "scheduler.max_num_seqs=4", "scheduler.max_num_batched_tokens=32")
 APART = ("attention.domains=2", "attention.dies=2", "experts.routed_dies=2", "experts.shared_dies=1")
@@ -55,18 +52,7 @@ SERVERS = (
 SOON = ("health.suspect_s=0.01", "health.lost_s=0.05")
 FAILOVER = (*SOON, "recovery.failover=true")
 AHEAD = "execution.overlap=true"
-
-
-class History(NamedTuple):
-    """A pod and what happens to its requests."""
-
-    name: str
-    deployment: str
-    overrides: tuple[str, ...] = ()
-    life: tuple[TEChange, ...] = ()  # task executors and expert servers that come and go
-    faults: tuple[Fault, ...] = ()
-    is_timing_only: bool = False
-    has_pool: bool = False  # a memory pool on volumes, which a first batch of the same prompts fills
+POOL = ("ems.block_size=16", "ems.servers=2")  # a first batch of the same prompts fills the pool
 
 
 class Line(NamedTuple):
@@ -95,17 +81,15 @@ BOTH_SIDES = (
     TEChange(6 * MS, "drain", "decode 0"),
 )
 
-HISTORIES = (
-    History("monolithic", "monolithic"),
-    History("monolithic-in-one-call", "monolithic", ("lockstep=true", AHEAD, "mtp=1")),
-    History("monolithic-preempted", "monolithic", ("cache.num_blocks=8", AHEAD)),
-    History(
-        "monolithic-swap",
+HISTORIES = {
+    "monolithic": History("monolithic"),
+    "monolithic-in-one-call": History("monolithic", ("lockstep=true", AHEAD, "mtp=1")),
+    "monolithic-preempted": History("monolithic", ("cache.num_blocks=8", AHEAD)),
+    "monolithic-swap": History(
         "monolithic",
         ("cache.num_blocks=8", "cache.num_host_blocks=8", "cache.preemption=swap"),
     ),
-    History(
-        "monolithic-bad-pages",
+    "monolithic-bad-pages": History(
         "monolithic",
         (AHEAD,),
         faults=(
@@ -113,77 +97,72 @@ HISTORIES = (
             Fault(2100.0, 0, "bad-page", page="weights/norm"),
         ),
     ),
-    History(
-        "monolithic-spare-die", "monolithic", (*FAILOVER, "recovery.spare_dies=1"), faults=(_lost(0, 900),)
+    "monolithic-spare-die": History(
+        "monolithic", (*FAILOVER, "recovery.spare_dies=1"), faults=(_lost(0, 900),)
     ),
-    History("colocated", "colocated", ("dies=4", "mtp=2", "scheduler.dispatch=two-level")),
-    History("colocated-lockstep", "colocated", ("dies=4", "lockstep=true", "mtp=2")),
-    History("colocated-time-only", "colocated", ("dies=4", "mtp=1"), is_timing_only=True),
-    History("colocated-eplb", "colocated", ("dies=4", AHEAD, *EPLB)),
-    History("colocated-push-lockstep", "colocated", ("dies=4", "exchange=push", "lockstep=true", *EPLB)),
-    History(
-        "colocated-microbatches", "colocated", ("dies=2", "pipeline.microbatches=2", "execution.mode=op")
+    "colocated": History("colocated", ("dies=4", "mtp=2", "scheduler.dispatch=two-level")),
+    "colocated-lockstep": History("colocated", ("dies=4", "lockstep=true", "mtp=2")),
+    "colocated-time-only": History("colocated", ("dies=4", "mtp=1"), is_timing_only=True),
+    "colocated-eplb": History("colocated", ("dies=4", AHEAD, *EPLB)),
+    "colocated-push-lockstep": History("colocated", ("dies=4", "exchange=push", "lockstep=true", *EPLB)),
+    "colocated-microbatches": History(
+        "colocated", ("dies=2", "pipeline.microbatches=2", "execution.mode=op")
     ),
-    History("colocated-glitches", "colocated", ("dies=2", AHEAD, "mtp=1"), faults=GLITCHES),
-    History("colocated-fewer-dies", "colocated", ("dies=3", *FAILOVER), faults=(_lost(1, 900),)),
-    History("colocated-another-te", "colocated", ("dies=2",), life=ONE_FOR_ANOTHER),
-    History("colocated-pool", "colocated", ("dies=2", "mtp=1"), has_pool=True),
-    History("pd", "pd", (*PAIR, "scheduler.job_executors=2", "scheduler.statuses=all-gather")),
-    History("pd-by-layer", "pd", (*PAIR, "transfer=layer", "execution.decode.overlap=true", "mtp=1")),
-    History("pd-decode-lockstep", "pd", (*PAIR, "lockstep=true")),
-    History("pd-few-blocks", "pd", (*PAIR, "cache.num_blocks=8", "scheduler.admission=decode")),
-    History("pd-time-only", "pd", (*PAIR, "prefill.tp_mode=sp-tp-sp"), is_timing_only=True),
-    History("pd-tes-replaced", "pd", PAIR, life=BOTH_SIDES),
-    History(
-        "pd-losses",
+    "colocated-glitches": History("colocated", ("dies=2", AHEAD, "mtp=1"), faults=GLITCHES),
+    "colocated-fewer-dies": History("colocated", ("dies=3", *FAILOVER), faults=(_lost(1, 900),)),
+    "colocated-another-te": History("colocated", ("dies=2",), life=ONE_FOR_ANOTHER),
+    "colocated-pool": History("colocated", (*POOL, "dies=2", "mtp=1")),
+    "pd": History("pd", (*PAIR, "scheduler.job_executors=2", "scheduler.statuses=all-gather")),
+    "pd-by-layer": History("pd", (*PAIR, "transfer=layer", "execution.decode.overlap=true", "mtp=1")),
+    "pd-decode-lockstep": History("pd", (*PAIR, "lockstep=true")),
+    "pd-few-blocks": History("pd", (*PAIR, "cache.num_blocks=8", "scheduler.admission=decode")),
+    "pd-time-only": History("pd", (*PAIR, "prefill.tp_mode=sp-tp-sp"), is_timing_only=True),
+    "pd-tes-replaced": History("pd", PAIR, life=BOTH_SIDES),
+    "pd-losses": History(
         "pd",
         (*PAIR, "prefill.count=2", "decode.count=2", *SOON),
         faults=(_lost(1, 700), _lost(7, 3000)),
     ),
-    History(
-        "pd-makes-room",
+    "pd-makes-room": History(
         "pd",
         ("prefill.count=2", "prefill.dies=1", "decode.dies=1", *FAILOVER),
         faults=(_lost(2, 900),),
     ),
-    History("moe-attention", "moe-attention", (*APART, AHEAD)),
-    History("moe-attention-lockstep", "moe-attention", (*APART, "lockstep=true", "mtp=2")),
-    History("moe-attention-time-only", "moe-attention", APART, is_timing_only=True),
-    History("moe-attention-expert-die", "moe-attention", (*APART, *FAILOVER), faults=(_lost(5, 900),)),
-    History("dataflow", "moe-attention", (*APART, "dataflow=true", "mtp=1")),
-    History("dataflow-glitches", "moe-attention", (*APART, "dataflow=true"), faults=GLITCHES),
-    History("dataflow-time-only", "moe-attention", (*APART, "dataflow=true"), is_timing_only=True),
-    History(
-        "m2n",
+    "moe-attention": History("moe-attention", (*APART, AHEAD)),
+    "moe-attention-lockstep": History("moe-attention", (*APART, "lockstep=true", "mtp=2")),
+    "moe-attention-time-only": History("moe-attention", APART, is_timing_only=True),
+    "moe-attention-expert-die": History("moe-attention", (*APART, *FAILOVER), faults=(_lost(5, 900),)),
+    "dataflow": History("moe-attention", (*APART, "dataflow=true", "mtp=1")),
+    "dataflow-glitches": History("moe-attention", (*APART, "dataflow=true"), faults=GLITCHES),
+    "dataflow-time-only": History("moe-attention", (*APART, "dataflow=true"), is_timing_only=True),
+    "m2n": History(
         "moe-attention",
         ("attention.hardware=h20", "experts.hardware=l40s", "attention.microbatches=3"),
     ),
-    History("eaas", "eaas", SERVERS),
-    History("eaas-time-only", "eaas", SERVERS, is_timing_only=True),
-    History(
-        "eaas-servers-change",
+    "eaas": History("eaas", SERVERS),
+    "eaas-time-only": History("eaas", SERVERS, is_timing_only=True),
+    "eaas-servers-change": History(
         "eaas",
         SERVERS,
         life=(TEChange(1 * MS, "add server", "te", 2), TEChange(1 * MS, "remove server", "te", 0)),
     ),
-    History(
-        "eaas-losses",
+    "eaas-losses": History(
         "eaas",
         (*SERVERS, *SOON),
         faults=(_lost(4, 900), _lost(1, 2000)),
         life=(TEChange(4 * MS, "add server", "te", 1),),
     ),
-    History(
-        "transformerless", "transformerless", (*APART, "prefill.dies=2", "prefill.tp=1", "exchange=push")
+    "transformerless": History(
+        "transformerless", (*APART, "prefill.dies=2", "prefill.tp=1", "exchange=push")
     ),
-    History(
-        "transformerless-dataflow", "transformerless", (*APART, "dataflow=true", "execution.pin_cores=false")
+    "transformerless-dataflow": History(
+        "transformerless", (*APART, "dataflow=true", "execution.pin_cores=false")
     ),
-    History("transformerless-time-only", "transformerless", (*APART, "mtp=1"), is_timing_only=True),
-)
+    "transformerless-time-only": History("transformerless", (*APART, "mtp=1"), is_timing_only=True),
+}
 
 
-def requests() -> tuple[list[list[int]], list[SamplingParams], list[int]]:
+def asked() -> dict[str, Any]:
     """Seven prompts, which share beginnings in pairs, how each is continued, and when it arrives in ns."""
     lengths = (5, 33, 17, 64, 20, 1, 21)
     prompts = [
@@ -202,7 +181,7 @@ def requests() -> tuple[list[list[int]], list[SamplingParams], list[int]]:
         for index in range(len(lengths))
     ]
     arrivals = [0, 0, 0, 200_000, 200_000, 1_500_000, 9_000_000]
-    return prompts, params, arrivals
+    return {"prompts": prompts, "params": params, "arrivals_ns": arrivals}
 
 
 ABORTS = {3: 400_000, 6: 1_000_000}  # number of the request -> ns from when it is first scheduled
@@ -211,44 +190,22 @@ ABORTS = {3: 400_000, 6: 1_000_000}  # number of the request -> ns from when it 
 def tell(history: History) -> list[Line]:
     """Run a history, and tell it in lines sorted by time."""
     with tempfile.TemporaryDirectory() as directory:
-        pool = (f"ems.path={directory}", "ems.block_size=16", "ems.servers=2") if history.has_pool else ()
-        overrides = (*SMALL, *pool, *history.overrides)
-        if history.has_pool:
-            _serve(history, overrides)
-        return _serve(history, overrides)
-
-
-def _serve(history: History, overrides: Sequence[str]) -> list[Line]:
-    prompts, params, arrivals = requests()
-    with LLM(
-        MODEL,
-        history.deployment,
-        "int8",
-        overrides=overrides,
-        trace=True,
-        trace_dies=0,
-        timing_only=history.is_timing_only,
-        progress=False,
-        faults=history.faults,
-    ) as llm:
-        engine, told = llm.engine, list[Line]()
-        clock = engine.plan.pod.clock
-
-        def note(event: Observed) -> None:
-            name, numbers = type(event).__name__, f"{clock.now} -1 told {len(told)}"
-            told.append(Line(f"{numbers} {_integers(event)}", f"{name} {_said(event)}"))
-
-        engine.observe(note)
-        abort_on_the_way(engine, ABORTS)
-        meanwhile = partial(change_tes, history.life) if history.life else None
-        try:
-            outputs = llm.generate(prompts, params, arrivals_ns=arrivals, meanwhile=meanwhile)
-        except XDeepServeError as error:
-            outputs = error.outputs
-        end_ns = clock.now
-        lines = [*told, *_traced(engine.plan.pod.trace), *_came(outputs), Line(f"{end_ns} -1 end", "")]
-        engine.check_integrity()
+        settings = (*SMALL, *history.settings)
+        if {*POOL} <= {*settings}:
+            settings = (f"ems.path={directory}", *settings)
+        history = msgspec.structs.replace(history, settings=settings, **asked())
+        for _ in range(2 if {*POOL} <= {*settings} else 1):
+            told = serve(history, hears=(Observed,), around=_aborting, is_traced=True, may_fail=True)
+    lines = [
+        Line(f"{at_ns} -1 told {number} {_integers(event)}", f"{type(event).__name__} {_said(event)}")
+        for number, (at_ns, event) in enumerate(told.events)
+    ]
+    lines += [*_traced(told.trace), *_came(told.outputs), Line(f"{told.end_ns} -1 end", "")]
     return sorted(lines, key=lambda line: (int(line.numbers.partition(" ")[0]), line))
+
+
+def _aborting(llm: LLM) -> AbstractContextManager[None]:
+    return nullcontext(abort_on_the_way(llm.engine, ABORTS))
 
 
 def _traced(trace: Trace) -> list[Line]:
@@ -340,8 +297,7 @@ def keep(name: str, lines: Sequence[Line]) -> None:
     text = "\n".join(map(str, lines)).encode()
     (LINES / f"{name}.xz").write_bytes(lzma.compress(text, preset=9 | lzma.PRESET_EXTREME))
     kept = {**kept_digests(), name: digests(lines)}
-    names = [history.name for history in HISTORIES]
-    ordered = {name: kept[name] for name in names if name in kept}
+    ordered = {name: kept[name] for name in HISTORIES if name in kept}
     DIGESTS.write_bytes(msgspec.json.format(msgspec.json.encode(ordered), indent=1) + b"\n")
 
 
@@ -365,12 +321,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="histories; all by default")
     parser.add_argument("--write", action="store_true", help="keep what happens now")
     args = parser.parse_args(arguments)
-    by_name = {history.name: history for history in HISTORIES}
-    if unknown := [name for name in args.names if name not in by_name]:
-        parser.error(f"no history is called {unknown[0]}; there are {', '.join(by_name)}")
+    if unknown := [name for name in args.names if name not in HISTORIES]:
+        parser.error(f"no history is called {unknown[0]}; there are {', '.join(HISTORIES)}")
     kept, num_parted = kept_digests(), 0
-    for name in args.names or by_name:
-        lines = tell(by_name[name])
+    for name in args.names or HISTORIES:
+        lines = tell(HISTORIES[name])
         if args.write:
             keep(name, lines)
         if name not in kept:

@@ -46,8 +46,9 @@ HOUSE: Final[Mapping[str, Room]] = {
     "progress": Room("what a command says while it works", "compile_ahead"),
     "loop": Room("the event loop of commands", ""),
     "llm": Room("the facade: LLM, SamplingParams", "hw model engine loop progress"),
+    "history": Room("a pod's life as data, served and told", "hw model engine llm"),
     "golden": Room("golden vectors of the protocols", "hw model comm"),
-    "verify": Room("the bit-exactness matrix", "hw model engine llm"),
+    "verify": Room("the bit-exactness matrix", "hw model engine llm history"),
     "api": Room("the OpenAI-compatible endpoint", "hw model comm wings engine llm parsing"),
     "cli": Room(
         "the command line: a file per command, wings bring theirs",

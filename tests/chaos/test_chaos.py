@@ -12,7 +12,7 @@ from tests.chaos.tools import tried
 from xdeepserve.chaos import aftermath, campaign, permitted
 from xdeepserve.chaos.campaign import ChaosCounts, Trial, shrink
 from xdeepserve.chaos.draw import FAILOVER, PODS, SMALL, draw
-from xdeepserve.chaos.fault_schedule import FaultSchedule, ServerChange, asked, read_schedule, write_schedule
+from xdeepserve.chaos.fault_schedule import FaultSchedule, asked, read_schedule, write_schedule
 from xdeepserve.chaos.judge import Judge
 from xdeepserve.chaos.single_faults import every_step
 from xdeepserve.cli import main
@@ -26,6 +26,7 @@ from xdeepserve.engine.recovery.rollback_watch import RollbackWatch
 from xdeepserve.engine.ways.among.real import Among
 from xdeepserve.engine.ways.group import real as group_real
 from xdeepserve.errors import InputError
+from xdeepserve.history import TEChange
 from xdeepserve.hw.address_space import AddressSpace
 from xdeepserve.hw.fault_kinds import KINDS
 from xdeepserve.hw.faults import Fault
@@ -491,10 +492,10 @@ def test_expert_servers_come_and_leave() -> None:
     config = resolve_model("tiny-random").config
     drawn = [draw(seed, ["eaas"], config) for seed in range(40)]
     whats = {change.what for schedule in drawn for change in schedule.servers}
-    assert whats == {"comes", "leaves"}
+    assert whats == {"add server", "remove server"}
     assert any("experts.vacancies=1" in schedule.settings for schedule in drawn)
     pod = PODS["eaas"][1]
-    change = ServerChange(1500.0, "comes", 1)
+    change = TEChange(1500.0, "add server", server=1)
     again = FaultSchedule(
         "eaas",
         (*SMALL, *pod, "services.heartbeat_ms=0.1"),
@@ -510,6 +511,6 @@ def test_expert_servers_come_and_leave() -> None:
     with Judge(resolve_model("tiny-random")) as judge:
         assert judge.judge(again, twice=True).verdict == "equal"
         leaves = msgspec.structs.replace(
-            again, servers=(ServerChange(10.0, "leaves", 2),), faults=again.faults[:1]
+            again, servers=(TEChange(10.0, "remove server", server=2),), faults=again.faults[:1]
         )
         assert judge.judge(leaves).verdict in ("equal", "named error")

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import Any, NamedTuple
+from typing import Any
 
 from xdeepserve import SamplingParams
+from xdeepserve.chaos.draw import APART, SMALL, TES
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.serving.live import Request
-
-SMALL = ("max_model_len=64", "scheduler.max_num_seqs=3", "scheduler.max_num_batched_tokens=24")
-APART = ("attention.domains=2", "attention.dies=1", "experts.routed_dies=2", "experts.shared_dies=1")
-TES = ("prefill.dies=2", "prefill.tp=2", "decode.dies=2")
+from xdeepserve.history import History
 
 DEPLOYMENTS: list[tuple[str, tuple[str, ...]]] = [
     ("monolithic", ()),
@@ -30,27 +28,20 @@ DEPLOYMENTS: list[tuple[str, tuple[str, ...]]] = [
 ]
 
 
-class History(NamedTuple):
-    """What is asked of one pod: batches one after the other, and who gives up how long after its start."""
-
-    deployment: str
-    overrides: tuple[str, ...]
-    clock_seed: int | None
-    batches: list[list[tuple[list[int], SamplingParams]]]
-    arrivals_ns: list[list[int]]  # of each batch, from its begin
-    aborts: dict[int, int]  # number of the request, from 1 -> ns from when it is first scheduled
-
-
-def history(seed: int) -> History:
-    """A history that is a function of `seed` alone."""
+def batches(seed: int) -> tuple[list[History], dict[int, int]]:
+    """Batches of one pod, one after the other, and who gives up: number of the request, from 1 -> ns from
+    when it is first scheduled. A function of `seed` alone."""
     rng = random.Random(seed)
     deployment, overrides = DEPLOYMENTS[seed % len(DEPLOYMENTS)]
-    batches = [[_request(rng) for _ in range(rng.randint(1, 4))] for _ in range(rng.randint(1, 2))]
-    arrivals = [[rng.choice((0, round(10 ** rng.uniform(3, 7)))) for _ in batch] for batch in batches]
-    numbers = range(1, 1 + sum(map(len, batches)))
+    asked = [[_request(rng) for _ in range(rng.randint(1, 4))] for _ in range(rng.randint(1, 2))]
+    arrivals = [[rng.choice((0, round(10 ** rng.uniform(3, 7)))) for _ in batch] for batch in asked]
+    numbers = range(1, 1 + sum(map(len, asked)))
     aborts = {number: round(10 ** rng.uniform(3, 6.7)) for number in numbers if rng.random() < 0.25}
     clock_seed = rng.choice((None, rng.randrange(1000)))
-    return History(deployment, (*SMALL, *overrides), clock_seed, batches, arrivals, aborts)
+    return [
+        History(deployment, (*SMALL, *overrides), *zip(*batch, strict=True), ns, clock_seed=clock_seed)
+        for batch, ns in zip(asked, arrivals, strict=True)
+    ], aborts
 
 
 def _request(rng: random.Random) -> tuple[list[int], SamplingParams]:

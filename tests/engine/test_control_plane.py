@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
+from msgspec.structs import replace
 
 from tests.tools import one_die
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.errors import DeadlineError, InputError
+from xdeepserve.history import History, serve
 from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.faults import Fault
 from xdeepserve.hw.queue import HostCPU, HostQueue
@@ -37,17 +39,14 @@ DEPLOYMENTS = [
 
 @pytest.mark.parametrize(("deployment", "settings"), DEPLOYMENTS)
 def test_a_host_that_stands_still_for_a_while_is_only_late(
-    tiny: TinyCheckpoint, expected: str, deployment: str, settings: Sequence[str]
+    expected: str, deployment: str, settings: Sequence[str]
 ) -> None:
-    def run(*faults: Fault) -> int:
-        with LLM(tiny, deployment, overrides=[SIZE, *QUICK, *settings], faults=faults) as llm:
-            assert digest(llm.generate(PROMPTS, PARAMS, keep_logits=True)) == expected
-            llm.engine.check_integrity()
-            assert all(te.shell == "healthy" for te in llm.engine.health())
-            return llm.engine.stats().virtual_ns
-
-    late_ns = run(Fault(2500.0, host=0, kind="stalled", for_us=2500.0)) - run()
-    assert 100_000 < late_ns < 3_000_000
+    quiet = History(deployment, (SIZE, *QUICK, *settings), PROMPTS, PARAMS)
+    faults = (Fault(2500.0, host=0, kind="stalled", for_us=2500.0),)
+    told = [serve(history) for history in (quiet, replace(quiet, faults=faults))]
+    assert [each.digest for each in told] == [expected] * 2
+    assert all(te.shell == "healthy" for each in told for te in each.stats.health)
+    assert 100_000 < told[1].end_ns - told[0].end_ns < 3_000_000
 
 
 @pytest.mark.parametrize(("deployment", "settings"), DEPLOYMENTS)
@@ -64,15 +63,12 @@ def test_one_that_stands_still_for_too_long_is_lost_and_named(
     assert "silence for 0.00" in str(caught.value)
 
 
-def test_another_te_takes_the_place_of_one_whose_host_stood_still(
-    tiny: TinyCheckpoint, expected: str
-) -> None:
+def test_another_te_takes_the_place_of_one_whose_host_stood_still(expected: str) -> None:
     faults = (Fault(2000.0, host=0, kind="stalled", for_us=9_000.0),)
-    settings = [SIZE, *QUICK, "dies=2", "recovery.failover=true"]
-    with LLM(tiny, "colocated", overrides=settings, faults=faults) as llm:
-        assert digest(llm.generate(PROMPTS, PARAMS, keep_logits=True)) == expected
-        assert "tier 1" in str(llm.engine.lost["te"])
-        llm.engine.check_integrity()
+    settings = (SIZE, *QUICK, "dies=2", "recovery.failover=true")
+    told = serve(History("colocated", settings, PROMPTS, PARAMS, faults=faults))
+    assert told.digest == expected
+    assert "tier 1" in str(told.lost["te"])
 
 
 def test_a_pod_without_work_is_not_asked(tiny: TinyCheckpoint) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from tests.engine.pods import SHAPES, overrides
 from xdeepserve.comm.channel import Outbox
@@ -15,31 +16,25 @@ from xdeepserve.comm.trampoline.token_flow import Arrival, FlowExpertSide
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.experts import ExpertProgram
-from xdeepserve.engine.dp.events import Given, Observed
+from xdeepserve.engine.dp.events import Given
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.te.host import Host
 from xdeepserve.engine.ways.flow.real import FlowEnd
 from xdeepserve.errors import DeploymentError, XDeepServeError
+from xdeepserve.history import History, Told, serve
 from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.pod import Pod
 from xdeepserve.llm import LLM, build_engine, digest
+from xdeepserve.model.weights import Recipe
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 PROMPTS = [[5 + i, *range(10, 10 + i % 5)] for i in range(9)]
 LATE = "execution.pin_cores=false"
 
 
-def run(
-    precision: str, shape: tuple[int, ...], *more: str, clock_seed: int | None = None
-) -> tuple[str, int, list[int]]:
-    """Digest, virtual time, and when each request had its last token."""
-    with LLM(
-        "tiny-random", "moe-attention", precision, overrides=overrides(shape, *more), clock_seed=clock_seed
-    ) as llm:
-        outputs = llm.generate(PROMPTS, GREEDY, keep_logits=True)
-        llm.engine.check_integrity()
-        ends = [output.metrics.last_token_ns or 0 for output in outputs if output.metrics is not None]
-        return digest(outputs), llm.engine.plan.pod.clock.now, ends
+def run(precision: Recipe, shape: tuple[int, ...], *more: str, clock_seed: int | None = None) -> Told:
+    history = History("moe-attention", overrides(shape, *more), PROMPTS, GREEDY, precision=precision)
+    return serve(replace(history, clock_seed=clock_seed))
 
 
 once = cache(run)  # for tests that change nothing in the program
@@ -48,11 +43,11 @@ once = cache(run)  # for tests that change nothing in the program
 @pytest.mark.thin(3)
 @pytest.mark.parametrize("precision", ["int8", "fp32"])
 @pytest.mark.parametrize(("number", "shape"), [*enumerate(SHAPES)])
-def test_same_bits_as_with_barriers(precision: str, number: int, shape: tuple[int, ...]) -> None:
+def test_same_bits_as_with_barriers(precision: Recipe, number: int, shape: tuple[int, ...]) -> None:
     """With two of the three numbers of drafts for each shape."""
-    expected, _, _ = once(precision, shape)
+    expected = once(precision, shape).digest
     for mtp in {0, 1, 2} - {number % 3}:
-        assert once(precision, shape, "dataflow=true", f"mtp={mtp}")[0] == expected
+        assert once(precision, shape, "dataflow=true", f"mtp={mtp}").digest == expected
 
 
 @pytest.mark.thin(2)
@@ -60,28 +55,31 @@ def test_same_bits_as_with_barriers(precision: str, number: int, shape: tuple[in
 def test_groups_that_plan_ahead(shape: tuple[int, ...]) -> None:
     """Each hides its host's gap behind its step; the bits are the same."""
     graph, ahead = "execution.mode=graph", "execution.overlap=true"
-    expected, synchronous, _ = once("int8", shape, graph, ahead)
-    assert once("int8", shape, "dataflow=true", ahead, LATE, "mtp=2")[0] == expected
-    _, waiting, _ = once("int8", shape, "dataflow=true", graph)
-    found, flowing, _ = once("int8", shape, "dataflow=true", graph, ahead)
-    assert found == expected
-    assert flowing < 0.7 * waiting
-    assert flowing < 1.02 * synchronous
+    synchronous = once("int8", shape, graph, ahead)
+    assert once("int8", shape, "dataflow=true", ahead, LATE, "mtp=2").digest == synchronous.digest
+    waiting = once("int8", shape, "dataflow=true", graph)
+    flowing = once("int8", shape, "dataflow=true", graph, ahead)
+    assert flowing.digest == synchronous.digest
+    assert flowing.end_ns < 0.7 * waiting.end_ns
+    assert flowing.end_ns < 1.02 * synchronous.end_ns
 
 
 @pytest.mark.thin(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_any_order_of_events(seed: int) -> None:
-    found = once("int8", SHAPES[4], "dataflow=true", LATE, f"seed={seed}", clock_seed=seed)[0]
-    assert found == once("int8", SHAPES[4])[0]
+    found = once("int8", SHAPES[4], "dataflow=true", LATE, f"seed={seed}", clock_seed=seed)
+    assert found.digest == once("int8", SHAPES[4]).digest
 
 
 def test_stragglers_hold_up_themselves_alone() -> None:
     shape = (2, 4, 4, 1, 2)
-    _, synchronous, waits = once("int8", shape, LATE)
-    _, flowing, alone = once("int8", shape, LATE, "dataflow=true")
-    assert flowing < 0.8 * synchronous
-    assert sum(alone) < 0.7 * sum(waits)
+    synchronous, flowing = once("int8", shape, LATE), once("int8", shape, LATE, "dataflow=true")
+    assert flowing.end_ns < 0.8 * synchronous.end_ns
+    waits, alone = (
+        sum(output.metrics.last_token_ns or 0 for output in told.outputs if output.metrics is not None)
+        for told in (synchronous, flowing)
+    )
+    assert alone < 0.7 * waits
 
 
 @pytest.mark.thin(2)
@@ -114,21 +112,14 @@ def test_a_host_that_is_late_holds_up_its_own_group_alone(
     def tpots() -> list[float]:
         """Each DP group's, in ms."""
         settings = overrides(shape, "execution.mode=graph", "dataflow=true")
-        with LLM("tiny-random", "moe-attention", "int8", overrides=settings) as llm:
-            groups: dict[int, int] = {}
-
-            def see(event: Observed) -> None:
-                if isinstance(event, Given):
-                    groups[event.seq_id] = event.group.rank
-
-            llm.engine.observe(see)
-            outputs = llm.generate(prompts, params)
-            assert sorted(groups.values()) == [*range(num_groups)]
-            found = [0.0] * len(prompts)
-            for seq_id, output in enumerate(outputs):
-                assert output.metrics is not None
-                found[groups[seq_id]] = (output.metrics.tpot_ns or 0) / 1e6
-            return found
+        told = serve(History("moe-attention", settings, prompts, params), hears=(Given,))
+        groups = {event.seq_id: event.group.rank for event in told.of(Given)}
+        assert sorted(groups.values()) == [*range(num_groups)]
+        found = [0.0] * len(prompts)
+        for seq_id, output in enumerate(told.outputs):
+            assert output.metrics is not None
+            found[groups[seq_id]] = (output.metrics.tpot_ns or 0) / 1e6
+        return found
 
     flowing = tpots()
     late_ns = 5_000_000
@@ -194,10 +185,10 @@ def test_disaggregated_prefill_feeds_the_flow() -> None:
     ],
 )
 def test_what_experts_take_and_make_is_bytes_of_their_die(
-    precision: str, name: str, monkeypatch: pytest.MonkeyPatch
+    precision: Recipe, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bit flipped there, before the experts run or before their answers are sent, changes the digest."""
-    expected, _, _ = once(precision, SHAPES[0], "dataflow=true")
+    expected = once(precision, SHAPES[0], "dataflow=true").digest
     experts = ExpertProgram.run_experts
 
     def spoil(program: ExpertProgram) -> None:
@@ -211,7 +202,7 @@ def test_what_experts_take_and_make_is_bytes_of_their_die(
             spoil(self)
 
     monkeypatch.setattr(ExpertProgram, "run_experts", late)
-    assert run(precision, SHAPES[0], "dataflow=true")[0] != expected
+    assert run(precision, SHAPES[0], "dataflow=true").digest != expected
 
 
 def test_answers_go_round_a_buffer_and_none_is_overwritten_before_it_is_sent(
@@ -236,7 +227,7 @@ def test_answers_go_round_a_buffer_and_none_is_overwritten_before_it_is_sent(
     monkeypatch.setattr(FlowExpertSide, "answer", late)
     shape = (3, 2, 2, 1, 2)
     few = ("scheduler.max_num_batched_tokens=4", "scheduler.max_num_seqs=4")
-    assert run("int8", shape, "dataflow=true", *few)[0] == run("int8", shape)[0]
+    assert run("int8", shape, "dataflow=true", *few).digest == run("int8", shape).digest
     assert rounds[0] > 3
 
 

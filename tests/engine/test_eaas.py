@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -19,9 +20,11 @@ from xdeepserve.engine.deploy.rules import without_effect
 from xdeepserve.engine.die.expert_server import ExpertServerProgram
 from xdeepserve.engine.dp.events import ClientLost, ServerHeard
 from xdeepserve.errors import DeploymentError, FieldError, XDeepServeError
+from xdeepserve.history import History, Told, serve
 from xdeepserve.hw.faults import Fault
 from xdeepserve.llm import digest
 from xdeepserve.model.presets import resolve_model
+from xdeepserve.model.weights import Recipe
 
 PARAMS = SamplingParams(max_tokens=6, temperature=1.0, seed=3, ignore_eos=True)
 PROMPTS = [[5 + i, *range(10, 10 + i % 5)] for i in range(9)]
@@ -29,54 +32,39 @@ COPIES = "experts.copies=1"
 FIRST_SERVER = 4  # die; there are 4 clients, 4 servers with routed experts, and 2 with the shared one
 
 
-class Served(NamedTuple):
-    digest: str
-    end_ns: int
-    heard: list[ServerHeard]
-    batches: list[int]  # sizes, over all servers
-    num_resent: int
-    num_reconfigurations: int
-    num_rollbacks: int
-    clients_lost: list[int]
-
-
 def served(
-    precision: str,
+    precision: Recipe,
     *settings: str,
     faults: Sequence[Fault] = (),
     seed: int | None = None,
     params: SamplingParams = PARAMS,
-) -> Served:
-    heard: list[ServerHeard] = []
-    batches: list[int] = []
-    gone: list[int] = []
-    overrides = ["max_model_len=64", *settings]
-    with LLM("tiny-random", "eaas", precision, overrides=overrides, faults=faults, clock_seed=seed) as llm:
-        llm.engine.observe(lambda event: heard.append(event) if isinstance(event, ServerHeard) else None)
-        llm.engine.observe(lambda event: gone.append(event.die) if isinstance(event, ClientLost) else None)
-        te = llm.engine.je.tes[0]
-        for program in te.expert_programs:
-            assert isinstance(program, ExpertServerProgram)
-            take = program.server.take
+    around: Any = nullcontext,
+) -> Told:
+    overrides = ("max_model_len=64", *settings)
+    told = serve(
+        History("eaas", overrides, PROMPTS, params, None, faults, clock_seed=seed, precision=precision),
+        hears=(ServerHeard, ClientLost),
+        around=around,
+    )
+    assert not told.lost
+    return told
 
-            def noted(room: int, take: Any = take) -> Any:
-                batch = take(room)
-                batches.append(len({each.client for each in batch}))
-                return batch
 
-            program.server.take = noted  # type: ignore[method-assign]
-        outputs = llm.generate(PROMPTS, params, keep_logits=True)
-        llm.engine.check_integrity()
-        assert not llm.engine.lost
-        clients = te.plan.wiring.away.clients.values()  # type: ignore[attr-defined]
-        resent = sum(client.num_resent for client in clients)
-        end_ns = llm.virtual_ns
-        counts = llm.engine.stats().num_reconfigurations, te.recovery.count
-        return Served(digest(outputs), end_ns, heard, batches, resent, *counts, gone)
+def resent(*settings: str, faults: Sequence[Fault]) -> tuple[Told, int]:
+    """Results of the requests, and the number of batches that clients have sent again."""
+    counts: list[int] = []
+
+    @contextmanager
+    def around(llm: LLM) -> Iterator[None]:
+        yield
+        clients = llm.engine.je.tes[0].plan.wiring.away.clients.values()  # type: ignore[attr-defined]
+        counts.extend(client.num_resent for client in clients)
+
+    return served("int8", *settings, faults=faults, around=around), sum(counts)
 
 
 @cache
-def expected(precision: str, num_tokens: int = PARAMS.max_tokens) -> str:
+def expected(precision: Recipe, num_tokens: int = PARAMS.max_tokens) -> str:
     params = SamplingParams(max_tokens=num_tokens, temperature=1.0, seed=3, ignore_eos=True)
     return digest(one_die(PROMPTS, params, precision, max_model_len=64))
 
@@ -85,7 +73,7 @@ def expected(precision: str, num_tokens: int = PARAMS.max_tokens) -> str:
 
 
 @pytest.mark.parametrize(("precision", "counts"), [("int8", (1, 3, 8)), ("fp32", (2, 5))])
-def test_one_to_eight_servers(precision: str, counts: tuple[int, ...]) -> None:
+def test_one_to_eight_servers(precision: Recipe, counts: tuple[int, ...]) -> None:
     for count in counts:
         assert served(precision, f"experts.routed_dies={count}").digest == expected(precision)
 
@@ -110,7 +98,7 @@ WAYS: list[tuple[str, ...]] = [
 @pytest.mark.thin(5)
 @pytest.mark.parametrize("settings", WAYS)
 @pytest.mark.parametrize("precision", ["int8", "fp32"])
-def test_the_same_bits(precision: str, settings: tuple[str, ...]) -> None:
+def test_the_same_bits(precision: Recipe, settings: tuple[str, ...]) -> None:
     assert served(precision, *settings).digest == expected(precision)
 
 
@@ -127,7 +115,7 @@ def test_replicas_that_eplb_brings() -> None:
     slots = ("experts.redundant_slots=1", "experts.balance_interval=0.001")
     found = served("int8", *slots, "mtp=1", params=long)
     assert found.digest == expected("int8", 40)
-    assert found.num_reconfigurations > 0
+    assert found.stats.num_reconfigurations > 0
 
 
 def test_int8_combine() -> None:
@@ -136,10 +124,25 @@ def test_int8_combine() -> None:
     assert served("int8", "combine=int8", COPIES).digest == outputs != expected("int8")
 
 
-def test_a_server_that_waits_has_larger_batches() -> None:
-    alone = served("int8", "attention.microbatches=1").batches
-    waits = ("services.batch_clients=4", "services.batch_timeout_us=500")
-    together = served("int8", "attention.microbatches=1", *waits).batches
+def test_a_server_that_waits_has_larger_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches: list[int] = []
+    place_of = ExpertServerProgram.place_of
+
+    def noted(program: ExpertServerProgram, batch: Any) -> Any:
+        batches.append(len({each.client for each in batch}))
+        return place_of(program, batch)
+
+    monkeypatch.setattr(ExpertServerProgram, "place_of", noted)
+    served("int8", "attention.microbatches=1")
+    alone = [*batches]
+    batches.clear()
+    served(
+        "int8",
+        "attention.microbatches=1",
+        "services.batch_clients=4",
+        "services.batch_timeout_us=500",
+    )
+    together = batches
     assert sum(together) / len(together) > 1.2 * sum(alone) / len(alone)
 
 
@@ -154,7 +157,7 @@ def test_a_server_is_lost_at_each_step_of_its_own(operation: str, step: int) -> 
         fault = Fault(die=die, kind="lost", operation=operation, step=step, event=event)
         found = served("int8", COPIES, ways[number % 2], faults=[fault])
         assert found.digest == expected("int8")
-        assert [each.server for each in found.heard if each.is_lost] == [die - FIRST_SERVER]
+        assert [each.server for each in found.of(ServerHeard) if each.is_lost] == [die - FIRST_SERVER]
 
 
 @pytest.mark.thin(5)
@@ -169,28 +172,25 @@ def test_a_server_is_lost_at_any_time(at_us: float) -> None:
 def test_monitor_and_patience_both_find_a_lost_server() -> None:
     """Each alone, the other being too slow. What was asked of it is asked of others."""
     fault = Fault(die=4, kind="lost", operation="expert serve", step=1, event=9)
-    monitor = served(
-        "int8", COPIES, "services.heartbeat_ms=0.1", "services.answer_timeout_ms=500", faults=[fault]
-    )
-    patience = served(
-        "int8", COPIES, "services.heartbeat_ms=500", "services.answer_timeout_ms=2", faults=[fault]
-    )
-    for found in (monitor, patience):
+    monitor = ("services.heartbeat_ms=0.1", "services.answer_timeout_ms=500")
+    patience = ("services.heartbeat_ms=500", "services.answer_timeout_ms=2")
+    for way in (monitor, patience):
+        found, num_resent = resent(COPIES, *way, faults=[fault])
         assert found.digest == expected("int8")
-        assert found.num_resent > 0
+        assert num_resent > 0
         assert found.end_ns < 30_000_000
-    assert [(each.server, each.is_lost) for each in monitor.heard] == [(0, True)]
-    assert patience.heard == []
+        heard = [(each.server, each.is_lost) for each in found.of(ServerHeard)]
+        assert heard == ([(0, True)] if way == monitor else [])
 
 
 def test_a_slow_server_is_left_out_and_comes_back() -> None:
     slow = Fault(700.0, 4, "stalled", for_us=2000.0)
     by_monitor = served("int8", COPIES, "services.heartbeat_ms=0.2", faults=[slow])
-    assert [each.is_lost for each in by_monitor.heard] == [True, False]
-    by_patience = served("int8", COPIES, "services.answer_timeout_ms=0.5", faults=[slow])
-    assert by_patience.num_resent > 0
-    patient = served("int8", COPIES, faults=[slow])
-    assert patient.num_resent == 0
+    assert [each.is_lost for each in by_monitor.of(ServerHeard)] == [True, False]
+    by_patience, num_resent = resent(COPIES, "services.answer_timeout_ms=0.5", faults=[slow])
+    assert num_resent > 0
+    patient, num_resent = resent(COPIES, faults=[slow])
+    assert num_resent == 0
     assert {each.digest for each in (by_monitor, by_patience, patient)} == {expected("int8")}
 
 
@@ -198,7 +198,7 @@ def test_one_after_the_other_as_long_as_somebody_has_each_expert() -> None:
     lost = [Fault(at_us, die, "lost") for at_us, die in ((500.0, 4), (2500.0, 8), (6000.0, 6))]
     found = served("int8", "experts.copies=2", "mtp=2", "services.heartbeat_ms=0.2", faults=lost)
     assert found.digest == expected("int8")
-    assert [each.server for each in found.heard] == [0, 4, 2]
+    assert [each.server for each in found.of(ServerHeard)] == [0, 4, 2]
 
 
 def test_steps_are_run_again_without_who_is_lost() -> None:
@@ -209,14 +209,14 @@ def test_steps_are_run_again_without_who_is_lost() -> None:
     ]
     found = served("int8", COPIES, "services.heartbeat_ms=0.2", faults=faults)
     assert found.digest == expected("int8")
-    assert found.num_rollbacks > 0
+    assert found.stats.num_recoveries["3"] > 0
 
 
 def test_steps_are_run_again_before_anybody_knows_who_is_lost() -> None:
     faults = [Fault(1000.0, 4, "lost"), Fault(1010.0, 1, "glitch", code="aicore-exception")]
     found = served("int8", COPIES, faults=faults)
     assert found.digest == expected("int8")
-    assert found.num_rollbacks > 0
+    assert found.stats.num_recoveries["3"] > 0
     assert found.end_ns < 100_000_000
 
 
@@ -263,14 +263,13 @@ def test_who_asks_hears_which_servers_are_lost() -> None:
     """In `/health`, and in `/metrics`, which say nothing of servers where there are none."""
 
     def told(deployment: str, *settings: str, faults: Sequence[Fault] = ()) -> tuple[Any, dict[str, float]]:
-        overrides = ["max_model_len=64", *settings]
-        with LLM("tiny-random", deployment, overrides=overrides, faults=faults) as llm:
-            llm.generate(PROMPTS, PARAMS)
-            stats, (te,) = llm.engine.stats(), llm.engine.health()
-            metrics = EngineCollector("m", lambda: stats).collect()
-            samples = [sample for metric in metrics for sample in metric.samples]
-            found = {s.labels["state"]: s.value for s in samples if s.name == "xdeepserve:expert_servers"}
-            return te, found
+        overrides = ("max_model_len=64", *settings)
+        stats = serve(History(deployment, overrides, PROMPTS, PARAMS, faults=faults)).stats
+        metrics = EngineCollector("m", lambda: stats).collect()
+        samples = [sample for metric in metrics for sample in metric.samples]
+        found = {s.labels["state"]: s.value for s in samples if s.name == "xdeepserve:expert_servers"}
+        (te,) = stats.health
+        return te, found
 
     te, found = told("eaas", COPIES, "services.heartbeat_ms=0.2", faults=[Fault(900.0, 5, "lost")])
     assert te.lost_servers == (5 - FIRST_SERVER,)
@@ -326,7 +325,7 @@ def test_a_client_is_lost_at_each_step_of_its_own(operation: str, step: int) -> 
         fault = Fault(die=die, kind="lost", operation=operation, step=step, event=event)
         found = served("int8", "services.heartbeat_ms=0.2", *ways[number % 2], faults=[fault])
         assert found.digest == expected("int8")
-        assert found.clients_lost == [die]
+        assert [each.die for each in found.of(ClientLost)] == [die]
 
 
 def test_a_client_and_a_server_are_lost_at_once() -> None:
@@ -340,7 +339,7 @@ def test_steps_are_run_again_without_a_client_that_is_lost() -> None:
     faults = [Fault(700.0, 0, "lost"), Fault(30_000.0, 2, "glitch", code="dma-error")]
     params = SamplingParams(max_tokens=40, temperature=1.0, seed=3, ignore_eos=True)
     found = served("int8", "services.heartbeat_ms=0.2", faults=faults, params=params)
-    assert (found.digest, found.num_rollbacks) == (expected("int8", 40), 1)
+    assert (found.digest, found.stats.num_recoveries["3"]) == (expected("int8", 40), 1)
 
 
 def test_the_last_client_that_is_lost_takes_its_te_and_another_te_comes() -> None:
@@ -360,7 +359,7 @@ def test_a_page_of_a_server_is_put_right_with_its_copies() -> None:
         faults = [Fault(900.0, die, "bad-page", page=page), Fault(1500.0, 7, "lost")]
         found = served("int8", COPIES, "services.heartbeat_ms=0.2", faults=faults)
         assert found.digest == expected("int8")
-        assert found.num_rollbacks > 0
+        assert found.stats.num_recoveries["3"] > 0
 
 
 def test_time_only_sends_nothing_to_vacant_seats() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import pytest
 from hypothesis import given
@@ -14,10 +12,9 @@ from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.deploy.scale_down import largest
 from xdeepserve.engine.serving.engine import Engine
-from xdeepserve.engine.te.reports import TEReport
 from xdeepserve.errors import XDeepServeError
+from xdeepserve.history import History, Told, serve
 from xdeepserve.hw.faults import Fault
-from xdeepserve.llm import digest
 from xdeepserve.model.presets import TinyCheckpoint, resolve_model
 
 PARAMS = SamplingParams(max_tokens=8, ignore_eos=True, temperature=1.0, seed=5)
@@ -26,21 +23,8 @@ APART = ("attention.domains=2", "attention.dies=2", "experts.routed_dies=2", "ex
 FAILOVER = ("max_model_len=64", "recovery.failover=true")
 
 
-class Served(NamedTuple):
-    digest: str
-    tes: list[TEReport]
-    lost: list[str]
-    recoveries: Counter[str]
-    end_ns: int
-
-
-def served(tiny: TinyCheckpoint, name: str, settings: Sequence[str], faults: Sequence[Fault] = ()) -> Served:
-    with LLM(tiny, name, overrides=[*FAILOVER, *settings], faults=faults) as llm:
-        engine = llm.engine
-        outputs = llm.generate(PROMPTS, PARAMS, keep_logits=True)
-        engine.check_integrity()
-        tes, recoveries = engine.tes(), engine.stats().num_recoveries
-        return Served(digest(outputs), tes, list(engine.lost), recoveries, engine.plan.pod.clock.now)
+def served(name: str, settings: Sequence[str], faults: Sequence[Fault] = ()) -> Told:
+    return serve(History(name, (*FAILOVER, *settings), PROMPTS, PARAMS, faults=faults))
 
 
 def lost(at_us: float, die: int) -> Fault:
@@ -68,11 +52,11 @@ CASES: list[tuple[str, tuple[str, ...], int, int]] = [  # the die that is lost; 
 @pytest.mark.thin(3)
 @pytest.mark.parametrize(("name", "settings", "die", "num_dies"), CASES)
 def test_the_same_bits_from_those_that_are_left(
-    tiny: TinyCheckpoint, name: str, settings: tuple[str, ...], die: int, num_dies: int
+    name: str, settings: tuple[str, ...], die: int, num_dies: int
 ) -> None:
-    quiet = served(tiny, name, settings)
-    assert quiet.lost == []
-    again = served(tiny, name, settings, [lost(0.45 * quiet.end_ns / 1000, die)])
+    quiet = served(name, settings)
+    assert not quiet.lost
+    again = served(name, settings, [lost(0.45 * quiet.end_ns / 1000, die)])
     assert again.digest == quiet.digest
     assert again.lost
     dies = [each for te in again.tes for each in te.dies]
@@ -81,34 +65,34 @@ def test_the_same_bits_from_those_that_are_left(
     assert {te.role for te in again.tes} == {te.role for te in quiet.tes}
 
 
-def test_a_te_whose_dies_have_no_spare_ones_comes_back_smaller_and_says_where(tiny: TinyCheckpoint) -> None:
-    quiet = served(tiny, "colocated", ["dies=4"])
-    again = served(tiny, "colocated", ["dies=4"], [lost(0.3 * quiet.end_ns / 1000, 2)])
+def test_a_te_whose_dies_have_no_spare_ones_comes_back_smaller_and_says_where() -> None:
+    quiet = served("colocated", ["dies=4"])
+    again = served("colocated", ["dies=4"], [lost(0.3 * quiet.end_ns / 1000, 2)])
     (te,) = again.tes
     assert (te.name, te.role, te.life, te.dies) == ("te 1", "both", "ready", (0, 1, 3))
-    assert again.lost == ["te"]
-    assert (again.recoveries["1"], again.recoveries["2"]) == (0, 1)
+    assert list(again.lost) == ["te"]
+    assert (again.stats.num_recoveries["1"], again.stats.num_recoveries["2"]) == (0, 1)
 
 
-def test_decode_takes_the_dies_of_a_prefill_te(tiny: TinyCheckpoint) -> None:
+def test_decode_takes_the_dies_of_a_prefill_te() -> None:
     """Of that with the least to do, if there is another one."""
     settings = ["prefill.count=2", "prefill.dies=2", "prefill.tp=2", "decode.dies=1"]
-    quiet = served(tiny, "pd", settings)
-    again = served(tiny, "pd", settings, [lost(0.6 * quiet.end_ns / 1000, 4)])
+    quiet = served("pd", settings)
+    again = served("pd", settings, [lost(0.6 * quiet.end_ns / 1000, 4)])
     assert again.digest == quiet.digest
     assert sorted((te.role, len(te.dies)) for te in again.tes) == [("decode", 1), ("prefill", 2)]
-    assert again.recoveries["1"] == 0
+    assert again.stats.num_recoveries["1"] == 0
 
 
-def test_where_no_te_can_be_replaced_alone_all_are_started_anew(tiny: TinyCheckpoint) -> None:
+def test_where_no_te_can_be_replaced_alone_all_are_started_anew() -> None:
     """Decode first; each role gets as many dies as the others can spare."""
     settings = ["prefill.dies=4", "prefill.tp=1", "decode.dies=2"]
-    quiet = served(tiny, "pd", settings)
+    quiet = served("pd", settings)
     both = [lost(0.6 * quiet.end_ns / 1000, die) for die in (4, 5)]
-    again = served(tiny, "pd", settings, both)
+    again = served("pd", settings, both)
     assert again.digest == quiet.digest
     assert [(te.role, te.dies) for te in again.tes] == [("decode", (0, 1)), ("prefill", (2, 3))]
-    assert again.recoveries["1"] == 1
+    assert again.stats.num_recoveries["1"] == 1
 
 
 @pytest.mark.parametrize(
@@ -127,48 +111,46 @@ def test_where_no_te_can_be_replaced_alone_all_are_started_anew(tiny: TinyCheckp
         (["dies=1", "recovery.max_restarts=0"], [0], "all TEs have been started anew 0 times"),
     ],
 )
-def test_without_dies_every_request_ends_and_says_why(
-    tiny: TinyCheckpoint, settings: list[str], dies: list[int], why: str
-) -> None:
+def test_without_dies_every_request_ends_and_says_why(settings: list[str], dies: list[int], why: str) -> None:
     with pytest.raises(XDeepServeError, match=why):
-        served(tiny, "colocated", settings, [lost(100.0 + die, die) for die in dies])
+        served("colocated", settings, [lost(100.0 + die, die) for die in dies])
 
 
 @pytest.mark.thin(3)
 @pytest.mark.parametrize("share", [0.05, 0.3, 0.6, 0.9, 1.0, 1.5])
-def test_a_die_is_lost_while_the_weights_come(tiny: TinyCheckpoint, share: float) -> None:
+def test_a_die_is_lost_while_the_weights_come(share: float) -> None:
     settings = ["dies=4"]
-    quiet = served(tiny, "colocated", settings)
+    quiet = served("colocated", settings)
     at_us = 0.4 * quiet.end_ns / 1000
-    once = served(tiny, "colocated", settings, [lost(at_us, 1)])
+    once = served("colocated", settings, [lost(at_us, 1)])
     took_us = (once.end_ns - quiet.end_ns) / 1000
-    again = served(tiny, "colocated", settings, [lost(at_us, 1), lost(at_us + share * took_us, 2)])
+    again = served("colocated", settings, [lost(at_us, 1), lost(at_us + share * took_us, 2)])
     assert again.digest == quiet.digest
     assert 1 not in again.tes[0].dies
 
 
-def test_who_cannot_end_a_test_in_time_is_left_out(tiny: TinyCheckpoint) -> None:
+def test_who_cannot_end_a_test_in_time_is_left_out() -> None:
     """A die that hangs answers nobody, but keeps its memory: it is not well."""
     settings = ["dies=3", "health.lost_s=0.01", "health.suspect_s=0.001", "health.probe_s=0.001"]
     stalled = Fault(300.0, 2, "stalled", for_us=1e9)
-    again = served(tiny, "colocated", settings, [stalled])
-    assert again.digest == served(tiny, "colocated", ["dies=3"]).digest
+    again = served("colocated", settings, [stalled])
+    assert again.digest == served("colocated", ["dies=3"]).digest
     assert [te.dies for te in again.tes] == [(0, 1)]
 
 
-def test_of_two_dies_that_cannot_reach_each_other_one_is_left_out(tiny: TinyCheckpoint) -> None:
+def test_of_two_dies_that_cannot_reach_each_other_one_is_left_out() -> None:
     down = Fault(300.0, None, "down", link=(0, 2), plane="ub")
-    again = served(tiny, "colocated", ["dies=3"], [down])
-    assert again.digest == served(tiny, "colocated", ["dies=3"]).digest
+    again = served("colocated", ["dies=3"], [down])
+    assert again.digest == served("colocated", ["dies=3"]).digest
     assert [te.dies for te in again.tes] == [(0, 1)]
 
 
-def test_what_is_over_by_the_second_time_is_no_reason_to_leave_a_die_out(tiny: TinyCheckpoint) -> None:
+def test_what_is_over_by_the_second_time_is_no_reason_to_leave_a_die_out() -> None:
     """A bit that is flipped in what a die reads of another, just then."""
     settings = ["dies=3", "checksums=true"]
     flipped = Fault(400.0, link=(0, 1), plane="ub", kind="flipped")
-    again = served(tiny, "colocated", settings, [lost(300.0, 2), flipped])
-    assert again.digest == served(tiny, "colocated", settings).digest
+    again = served("colocated", settings, [lost(300.0, 2), flipped])
+    assert again.digest == served("colocated", settings).digest
     assert [te.dies for te in again.tes] == [(0, 1)]
 
 

@@ -10,6 +10,7 @@ from tests.tools import one_die
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.cli import main
 from xdeepserve.errors import InputError, RequestError, XDeepServeError
+from xdeepserve.history import History, Told, serve
 from xdeepserve.hw.faults import Fault
 from xdeepserve.llm import digest
 
@@ -24,22 +25,22 @@ def expected() -> list[str]:
     return [digest([output]) for output in one_die(PROMPTS, PARAMS)]
 
 
-def serve(deployment: str, settings: list[str], faults: list[Fault]) -> tuple[list[str], dict[str, str], int]:
-    """Digest of each request, what was lost and why, and the virtual time at the end."""
-    with LLM("tiny-random", deployment, overrides=settings, faults=faults) as llm:
-        outputs = llm.generate(PROMPTS, PARAMS, keep_logits=True)
-        llm.engine.check_integrity()
-        lost = {name: str(error) for name, error in llm.engine.lost.items()}
-        return [digest([output]) for output in outputs], lost, llm.virtual_ns
+def served(deployment: str, settings: list[str], faults: list[Fault]) -> Told:
+    return serve(History(deployment, settings, PROMPTS, PARAMS, faults=faults))
+
+
+def digests(told: Told) -> list[str]:
+    """Digest of each request."""
+    return [digest([output]) for output in told.outputs]
 
 
 def test_a_stall_costs_time_and_nothing_else(expected: list[str]) -> None:
     quiet, stalled = (
-        serve("colocated", ["dies=4"], faults) for faults in ([], [Fault(1500, 2, "stalled", 700)])
+        served("colocated", ["dies=4"], faults) for faults in ([], [Fault(1500, 2, "stalled", 700)])
     )
-    assert quiet[0] == stalled[0] == expected
-    assert quiet[1] == stalled[1] == {}
-    assert 500_000 < stalled[2] - quiet[2] < 900_000
+    assert digests(quiet) == digests(stalled) == expected
+    assert quiet.lost == stalled.lost == {}
+    assert 500_000 < stalled.end_ns - quiet.end_ns < 900_000
 
 
 @pytest.mark.thin(3)
@@ -52,10 +53,11 @@ def test_a_stall_costs_time_and_nothing_else(expected: list[str]) -> None:
 def test_others_go_on_with_what_a_lost_die_had(
     expected: list[str], die: int, at_us: float, te: str, more: list[str]
 ) -> None:
-    once, again = (serve("pd", [*TWO_BY_TWO, *more], [Fault(at_us, die, "lost")]) for _ in range(2))
-    assert once[0] == expected
-    assert list(once[1]) == [te]
-    assert again == once
+    once, again = (served("pd", [*TWO_BY_TWO, *more], [Fault(at_us, die, "lost")]) for _ in range(2))
+    assert digests(once) == expected
+    assert list(once.lost) == [te]
+    assert (again.digest, again.end_ns) == (once.digest, once.end_ns)
+    assert str(again.lost) == str(once.lost)
 
 
 @pytest.mark.thin(3)
@@ -83,7 +85,8 @@ def test_where_nobody_else_can_serve_requests_end_with_an_error(
 
 def test_dies_that_nothing_depends_on_may_be_lost(expected: list[str]) -> None:
     """After the last request, or a prefill TE when all prompts are done."""
-    assert serve("pd", TWO_BY_TWO, [Fault(30_000, 0, "lost")])[:2] == (expected, {})
+    told = served("pd", TWO_BY_TWO, [Fault(30_000, 0, "lost")])
+    assert (digests(told), told.lost) == (expected, {})
 
 
 @pytest.mark.campaign
@@ -101,14 +104,14 @@ def test_whatever_is_lost_whenever(expected: list[str], seed: int) -> None:
     tes = {die // 2 for die in dies}
     can_serve = not ({0, 1} <= tes or {2, 3} <= tes)
     try:
-        found, lost, _ = serve("pd", [*TWO_BY_TWO, *more], faults)
+        told = served("pd", [*TWO_BY_TWO, *more], faults)
     except XDeepServeError as error:
         reason = str(error)
         assert not can_serve
         assert any(words in reason for words in ("waits for peer", "is lost")), reason
     else:
-        assert found == expected
-        assert len(lost) <= len(tes)
+        assert digests(told) == expected
+        assert len(told.lost) <= len(tes)
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.ways.arithmetic import quantize_rows
 from xdeepserve.errors import DeploymentError
-from xdeepserve.llm import LLM, build_engine, digest
+from xdeepserve.history import History, serve
+from xdeepserve.llm import LLM, build_engine
 from xdeepserve.model import kernels as k
 from xdeepserve.model.presets import TinyCheckpoint, resolve_model
 from xdeepserve.model.reference import Reference, rounded_to_int8
@@ -36,11 +37,9 @@ def test_a_row_is_rounded_once_and_as_the_reference_does() -> None:
     np.testing.assert_allclose(again, form.unpack(rows), rtol=1e-5)
 
 
-def serve(deployment: str, *settings: str) -> str:
-    with LLM("tiny-random", deployment, overrides=["max_model_len=64", *settings]) as llm:
-        outputs = llm.generate(PROMPTS[:3], GREEDY, keep_logits=True)
-        llm.engine.check_integrity()
-        return digest(outputs)
+def served(deployment: str, *settings: str) -> str:
+    overrides = ("max_model_len=64", "combine=int8", *settings)
+    return serve(History(deployment, overrides, PROMPTS[:3], GREEDY)).digest
 
 
 def test_its_logits_are_the_references_and_no_others() -> None:
@@ -75,7 +74,7 @@ def test_its_logits_are_the_references_and_no_others() -> None:
     ids=str,
 )
 def test_every_deployment_has_one_dies_digest(deployment: str, settings: tuple[str, ...]) -> None:
-    assert serve(deployment, "combine=int8", *settings) == serve("monolithic", "combine=int8")
+    assert served(deployment, *settings) == served("monolithic")
 
 
 def test_what_it_is_not_for_is_refused_in_one_line() -> None:

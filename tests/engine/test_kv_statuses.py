@@ -1,12 +1,14 @@
 """Statuses of decode groups that come periodically: old ones change placements and no token."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 
 from xdeepserve import LLM, SamplingParams
-from xdeepserve.engine.dp.events import Given, Observed
+from xdeepserve.engine.dp.events import Given
 from xdeepserve.errors import DeploymentError
-from xdeepserve.llm import digest
-from xdeepserve.model.presets import TinyCheckpoint
+from xdeepserve.history import History, serve
 
 POD = ["prefill.dies=1", "decode.dies=4", "max_model_len=128", "scheduler.max_num_seqs=8"]
 PROMPTS = [[3 + i] * (2 + 37 * i % 89) for i in range(24)]
@@ -16,37 +18,36 @@ PARAMS = [
 ARRIVALS = [2_000_000 * i for i in range(24)]
 
 
-def serve(tiny: TinyCheckpoint, period: str, *more: str) -> tuple[str, list[int]]:
+def served(period: str, *more: str) -> tuple[str, list[int]]:
     """Digest of the outputs, and the decode group of each request."""
-    with LLM(tiny, "pd", overrides=[*POD, f"scheduler.status_period={period}", *more]) as llm:
-        places: dict[int, int] = {}
 
-        def see(event: Observed) -> None:
-            if isinstance(event, Given) and event.group.te.startswith("decode"):
-                places[event.seq_id] = event.group.rank
-
-        llm.engine.observe(see)
-        outputs = llm.generate(PROMPTS, PARAMS, keep_logits=True, arrivals_ns=ARRIVALS)
-        llm.engine.check_integrity()
+    @contextmanager
+    def around(llm: LLM) -> Iterator[None]:
+        yield
         assert llm.engine.plan.pod.clock.rests
-        return digest(outputs), [places[i] for i in range(len(PROMPTS))]
+
+    settings = (*POD, f"scheduler.status_period={period}", *more)
+    told = serve(History("pd", settings, PROMPTS, PARAMS, ARRIVALS), hears=(Given,), around=around)
+    given = [event for event in told.of(Given) if event.group.te.startswith("decode")]
+    places = {event.seq_id: event.group.rank for event in given}
+    return told.digest, [places[i] for i in range(len(PROMPTS))]
 
 
-def test_old_statuses_change_placements_and_no_token(tiny: TinyCheckpoint) -> None:
-    live, places = serve(tiny, "0")
-    seldom, others = serve(tiny, "0.05")
-    never, same = serve(tiny, "1000")
+def test_old_statuses_change_placements_and_no_token() -> None:
+    live, places = served("0")
+    seldom, others = served("0.05")
+    never, same = served("1000")
     assert live == seldom == never
     assert places != others
     assert places != same
-    assert serve(tiny, "0.05") == (seldom, others)
+    assert served("0.05") == (seldom, others)
 
 
 @pytest.mark.parametrize("more", [(), ("transfer=layer",), ("scheduler.admission=decode",)], ids=str)
-def test_what_was_full_long_ago_ends_nothing(tiny: TinyCheckpoint, more: tuple[str, ...]) -> None:
+def test_what_was_full_long_ago_ends_nothing(more: tuple[str, ...]) -> None:
     """Few blocks, and statuses older than any request."""
     tight = ("decode.dies=1", "cache.num_blocks=8", *more)
-    assert serve(tiny, "1000", *tight)[0] == serve(tiny, "0", *tight)[0]
+    assert served("1000", *tight)[0] == served("0", *tight)[0]
 
 
 def test_what_is_no_period_is_refused() -> None:

@@ -8,10 +8,9 @@ import pytest
 
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.serving.engine import Engine
-from xdeepserve.engine.te.reports import TEHealth
 from xdeepserve.errors import TransferError
+from xdeepserve.history import History, Told, serve
 from xdeepserve.hw.faults import Fault
-from xdeepserve.llm import digest
 from xdeepserve.model.presets import TinyCheckpoint
 
 PAIR = ("prefill.dies=1", "prefill.tp=1", "decode.dies=2", "max_model_len=64", "checksums=true")
@@ -26,11 +25,8 @@ def fault(kind: str, for_us: float | None = None, at_us: float = 0.0) -> Fault:
     return Fault(at_us, link=LINK, plane="ub", kind=kind, for_us=for_us, factor=factor)  # type: ignore[arg-type]
 
 
-def served(
-    tiny: TinyCheckpoint, settings: Sequence[str], faults: Sequence[Fault] = ()
-) -> tuple[str, list[TEHealth]]:
-    with LLM(tiny, "pd", overrides=[*PAIR, *settings], faults=faults) as llm:
-        return digest(llm.generate(PROMPTS, PARAMS, keep_logits=True)), llm.engine.health()
+def served(settings: Sequence[str], faults: Sequence[Fault] = ()) -> Told:
+    return serve(History("pd", (*PAIR, *settings), PROMPTS, PARAMS, faults=faults))
 
 
 @pytest.mark.parametrize(
@@ -64,13 +60,12 @@ def test_what_becomes_of_a_dummy_payload(
 @pytest.mark.parametrize(
     "broken", [fault("flipped"), fault("down", 4_000.0)], ids=["flipped", "down for a while"]
 )
-def test_what_is_over_is_tried_again(tiny: TinyCheckpoint, broken: Fault, transfer: str) -> None:
+def test_what_is_over_is_tried_again(broken: Fault, transfer: str) -> None:
     """There is one link, and a request that it fails goes by it once more, with the same bits."""
     settings = [f"transfer={transfer}"]
-    quiet, _ = served(tiny, settings)
-    again, health = served(tiny, settings, [broken])
-    assert again == quiet
-    assert {te.links for te in health} <= {(), ("decode 0: well",), ("prefill 0: well",)}
+    again = served(settings, [broken])
+    assert again.digest == served(settings).digest
+    assert {te.links for te in again.stats.health} <= {(), ("decode 0: well",), ("prefill 0: well",)}
 
 
 def test_health_names_the_link(tiny: TinyCheckpoint) -> None:

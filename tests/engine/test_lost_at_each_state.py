@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import pytest
 
 from tests.tools import one_die
-from xdeepserve import LLM, SamplingParams
+from xdeepserve import SamplingParams
 from xdeepserve.engine.dp import events
+from xdeepserve.history import History, Told, serve
 from xdeepserve.hw.faults import Fault
 from xdeepserve.llm import digest
 
@@ -37,32 +37,12 @@ STATES = (
 )
 
 
-class Told(NamedTuple):
-    """A run: the request's digest, TEs that were lost, and when it was first in each state, in us, by the
-    name of the event."""
-
-    digest: str
-    lost: list[str]
-    states: dict[str, float]
-    tes: set[str]  # that had something to do with it
-
-
-@functools.cache
 def served(way: str, *faults: Fault) -> Told:
-    states: dict[str, float] = {}
-    tes: set[str] = set()
-    with LLM("tiny-random", "pd", overrides=[*SETTINGS, *WAYS[way]], faults=faults) as llm:
-        clock = llm.engine.plan.pod.clock
+    history = History("pd", (*SETTINGS, *WAYS[way]), [PROMPT], PARAMS, faults=faults)
+    return serve(history, hears=(events.Observed,))
 
-        def see(event: events.Observed) -> None:
-            states.setdefault(type(event).__name__, clock.now / 1e3)
-            if isinstance(event, events.AtGroup):
-                tes.add(event.group.te)
 
-        llm.engine.observe(see)
-        outputs = llm.generate([PROMPT], PARAMS, keep_logits=True)
-        llm.engine.check_integrity()
-        return Told(digest(outputs), list(llm.engine.lost), states, tes)
+quietly = functools.cache(served)
 
 
 @functools.cache
@@ -76,13 +56,17 @@ def alone() -> str:
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_te_is_lost_at_each_state_of_a_request(way: str, state: str, role: str, after_us: float) -> None:
-    quiet = served(way)
+    quiet = quietly(way)
     assert quiet.digest == alone()
-    assert quiet.states.keys() >= set(STATES)
-    (te,) = (name for name in quiet.tes if name.startswith(role))
-    told = served(way, Fault(quiet.states[state] + after_us, FIRST_DIE[te], "lost"))
+    states: dict[str, float] = {}  # when the request was first in each, in us
+    for at_ns, event in quiet.events:
+        states.setdefault(type(event).__name__, at_ns / 1e3)
+    assert states.keys() >= set(STATES)
+    tes = {event.group.te for event in quiet.of(events.AtGroup)}  # had something to do with it
+    (te,) = (name for name in tes if name.startswith(role))
+    told = served(way, Fault(states[state] + after_us, FIRST_DIE[te], "lost"))
     assert told.digest == quiet.digest
     # Who has nothing to do with it any more is not missed before somebody else asks.
-    assert told.lost in ([te], [])
+    assert list(told.lost) in ([te], [])
     needed = {"prefill": STATES[:4], "decode": STATES[3:]}[role]
-    assert told.lost == [te] or state not in needed
+    assert list(told.lost) == [te] or state not in needed

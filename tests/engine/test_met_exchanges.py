@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from tests.engine.lockstep import GREEDY, PRECISIONS, PROMPTS, SLOTS, TWO, check_colocated, skip
 from xdeepserve import LLM
@@ -10,8 +11,8 @@ from xdeepserve.comm.exchange.rows import Received
 from xdeepserve.engine.run.lockstep import colocated
 from xdeepserve.engine.run.lockstep.met_exchanges import MetExchanges, MetPlace
 from xdeepserve.errors import XDeepServeError
+from xdeepserve.history import History, serve
 from xdeepserve.hw.faults import Fault
-from xdeepserve.llm import digest
 from xdeepserve.model.canonical import Array
 
 SETTINGS = [
@@ -92,11 +93,8 @@ def test_a_field_of_another_event_is_an_error(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_slow_die_sets_the_pace() -> None:
-    ends = []
-    for faults in ((), (Fault(kind="slow", die=1, at_us=0.0, for_us=1e6, factor=3.0),)):
-        settings = ["max_model_len=64", "dies=4", "tp=2", "lockstep=true"]
-        with LLM("tiny-random", "colocated", overrides=settings, faults=faults) as llm:
-            found = digest(llm.generate(PROMPTS, GREEDY, keep_logits=True))
-            ends.append((llm.engine.plan.pod.clock.now, found))
-    assert ends[0][1] == ends[1][1]
-    assert ends[1][0] > 1.5 * ends[0][0]
+    history = History("colocated", ("max_model_len=64", "dies=4", "tp=2", "lockstep=true"), PROMPTS, GREEDY)
+    slow = Fault(kind="slow", die=1, at_us=0.0, for_us=1e6, factor=3.0)
+    quiet, held_up = serve(history), serve(replace(history, faults=(slow,)))
+    assert quiet.digest == held_up.digest
+    assert held_up.end_ns > 1.5 * quiet.end_ns

@@ -8,6 +8,7 @@ from tests.tools import one_die
 from xdeepserve.corpus import chat
 from xdeepserve.engine.dp.events import Event, StepEnded
 from xdeepserve.engine.dp.sampling_params import SamplingParams
+from xdeepserve.history import History, serve
 from xdeepserve.llm import LLM, digest
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.model.reference import Reference
@@ -20,13 +21,11 @@ PARAMS = [
 ]
 
 
-def serve(recipe: Recipe, deployment: str, overrides: Seq[str]) -> str:
-    with LLM("tiny", deployment, recipe, overrides=["max_model_len=128", *overrides]) as llm:
-        value = digest(llm.generate(PROMPTS, PARAMS, keep_logits=True))
-        llm.engine.check_integrity()
-        drafted = llm.engine.stats().num_drafted
-        assert len(drafted) == (2 if "mtp=2" in overrides else 0)
-    return value
+def served(recipe: Recipe, deployment: str, overrides: Seq[str]) -> str:
+    settings = ("max_model_len=128", *overrides)
+    told = serve(History(deployment, settings, PROMPTS, PARAMS, precision=recipe, model="tiny"))
+    assert len(told.stats.num_drafted) == (2 if "mtp=2" in overrides else 0)
+    return told.digest
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +57,7 @@ def test_two_drafts_change_no_bit(
 ) -> None:
     recipe = RECIPES[len(overrides) % 2]
     settings = [*overrides, "mtp=2", f"mtp_reuse={str(reuse).lower()}"]
-    assert serve(recipe, deployment, settings) == expected[recipe]
+    assert served(recipe, deployment, settings) == expected[recipe]
 
 
 @pytest.mark.thin(2)

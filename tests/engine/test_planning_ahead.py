@@ -23,6 +23,7 @@ from xdeepserve.engine.dp.scheduler import Scheduler
 from xdeepserve.engine.dp.sequence import SampledToken, Sequence
 from xdeepserve.engine.dp.step import PlannedStep, SeqResult, make_plan
 from xdeepserve.engine.plans import BlockCopy, StepPlan
+from xdeepserve.history import History, serve
 from xdeepserve.llm import LLM, build_engine, digest
 from xdeepserve.model.kernels import carried
 
@@ -251,11 +252,8 @@ PARAMS = [
 ]
 
 
-def serve(deployment: str, overrides: Seq[str]) -> str:
-    with LLM("tiny", deployment, overrides=["max_model_len=128", *overrides]) as llm:
-        value = digest(llm.generate(PROMPTS, PARAMS, keep_logits=True))
-        llm.engine.check_integrity()
-    return value
+def served(deployment: str, overrides: Seq[str]) -> str:
+    return serve(History(deployment, ("max_model_len=128", *overrides), PROMPTS, PARAMS, model="tiny")).digest
 
 
 @pytest.fixture(scope="module")
@@ -284,7 +282,7 @@ WAYS = [
 @pytest.mark.thin(3)
 @pytest.mark.parametrize(("deployment", "overrides"), WAYS)
 def test_overlap_changes_no_bit(expected: str, deployment: str, overrides: list[str]) -> None:
-    assert serve(deployment, [*overrides, "execution.overlap=true"]) == expected
+    assert served(deployment, [*overrides, "execution.overlap=true"]) == expected
 
 
 @pytest.mark.parametrize("mtp", [0, 1, 2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from tests.engine.lockstep import GREEDY, PROMPTS
 from tests.engine.pods import SHAPES, overrides
@@ -11,38 +12,25 @@ from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.deploy.rules import without_effect
 from xdeepserve.errors import DeploymentError
-from xdeepserve.hw.trace import TraceSpan
-from xdeepserve.llm import LLM, digest
+from xdeepserve.history import History, Told, serve
+from xdeepserve.llm import digest
 from xdeepserve.model.presets import TinyCheckpoint
+from xdeepserve.model.weights import Recipe
 
 SLOTS = ("experts.redundant_slots=1", "experts.balance_interval=0.001", "experts.balance_slices=1")
 
 
-def serve(
-    deployment: str, precision: str, *settings: str, timing_only: bool = False
-) -> tuple[str, list[TraceSpan]]:
-    """Digest and trace."""
-    settings = ("max_model_len=64", *settings)
-    with LLM(
-        "tiny-random",
-        deployment,
-        precision,
-        overrides=settings,
-        trace=True,
-        trace_dies=0,
-        timing_only=timing_only,
-    ) as llm:
-        outputs = llm.generate(PROMPTS, GREEDY, keep_logits=not timing_only)
-        llm.engine.check_integrity()
-        return "" if timing_only else digest(outputs), llm.engine.plan.pod.trace.spans
+def served(deployment: str, precision: Recipe, *settings: str, is_timing_only: bool = False) -> Told:
+    history = History(deployment, ("max_model_len=64", *settings), PROMPTS, GREEDY, precision=precision)
+    return serve(replace(history, is_timing_only=is_timing_only), is_traced=True)
 
 
-def check(deployment: str, precision: str, *settings: str) -> None:
+def check(deployment: str, precision: Recipe, *settings: str) -> None:
     """The digest of one die, by operators that push, and by none that pull."""
     expected = digest(one_die(PROMPTS, GREEDY, precision, max_model_len=64))
-    found, spans = serve(deployment, precision, *settings, "exchange=push")
-    assert found == expected
-    names = {span.name for span in spans}
+    told = served(deployment, precision, *settings, "exchange=push")
+    assert told.digest == expected
+    names = {span.name for span in told.trace.spans}
     assert not {name for name in names if name.startswith(("dispatch", "combine"))}
     if deployment in ("colocated", "pd"):
         assert {"fused dispatch 1", "fused combine 3"} <= names
@@ -67,14 +55,14 @@ def check(deployment: str, precision: str, *settings: str) -> None:
     ],
     ids=str,
 )
-def test_dies_with_attention_and_experts(precision: str, settings: tuple[str, ...]) -> None:
+def test_dies_with_attention_and_experts(precision: Recipe, settings: tuple[str, ...]) -> None:
     check("colocated", precision, *settings)
 
 
 @pytest.mark.thin(3)
 @pytest.mark.parametrize("precision", ["int8", "fp32"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_expert_dies_among_themselves(precision: str, shape: tuple[int, ...]) -> None:
+def test_expert_dies_among_themselves(precision: Recipe, shape: tuple[int, ...]) -> None:
     """The second stage of A2E and the first of E2A; trampolines forward INT8 tokens as they got them."""
     check("moe-attention", precision, *overrides(shape, "mtp=1"))
 
@@ -92,7 +80,8 @@ def test_it_takes_its_own_time_where_only_time_passes(deployment: str, settings:
     """Each way is priced by its own steps; few rows are there sooner if nobody has to come for them."""
     ends = []
     for exchange in ("pull", "push"):
-        _, spans = serve(deployment, "int8", *settings, f"exchange={exchange}", timing_only=True)
+        told = served(deployment, "int8", *settings, f"exchange={exchange}", is_timing_only=True)
+        spans = told.trace.spans
         ends.append(max(span.end_ns for span in spans))
         if deployment == "colocated":
             assert any(span.name == "fused combine" for span in spans) is (exchange == "push")

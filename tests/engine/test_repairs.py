@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from xdeepserve.engine.loading import own_arrays
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.weight_digests import WeightDigests
 from xdeepserve.errors import PageLostError
+from xdeepserve.history import History, Told, serve
 from xdeepserve.hw.faults import Fault
 from xdeepserve.hw.memory import PAGE_NBYTES, SCRIBBLE
 from xdeepserve.llm import RequestOutput, digest
@@ -28,42 +30,24 @@ APART = ("attention.domains=2", "attention.dies=1", "experts.routed_dies=2", "ex
 PD = ("prefill.dies=2", "prefill.tp=2", "decode.dies=2")
 
 
-class Told(NamedTuple):
-    """What came of a run."""
-
-    digest: str
-    events: list[Observed]
-    lost: dict[str, Any]  # TEs
-    end_ns: int
-    num_pages: dict[int, tuple[int, int]]  # by die: those with metadata, and all
-
-    def num(self, kind: type) -> int:
-        return sum(isinstance(event, kind) for event in self.events)
-
-
 def bad(at_us: float, die: int, page: int | str) -> Fault:
     return Fault(at_us, die, "bad-page", page=page)
 
 
 def served(
-    tiny: TinyCheckpoint,
     name: str,
     settings: Sequence[str],
     faults: Sequence[Fault] = (),
-    ask: Callable[[LLM], list[RequestOutput]] = lambda llm: llm.generate(PROMPTS, PARAMS, keep_logits=True),
+    prompts: Sequence[list[int]] = PROMPTS,
+    params: SamplingParams = PARAMS,
 ) -> Told:
-    seen: list[Observed] = []
-    with LLM(tiny, name, overrides=[*SIZE, *settings], faults=faults) as llm:
-        llm.engine.observe(seen.append)
-        outputs = ask(llm)
-        llm.engine.check_integrity()
-        pod = llm.engine.plan.pod
-        assert not pod.memories.bad_pages
-        pages = {
-            die: (-(-plan.ends[0] // PAGE_NBYTES), -(-plan.nbytes // PAGE_NBYTES))
-            for die, plan in pod.memories.plans.items()
-        }
-        return Told(digest(outputs), seen, dict(llm.engine.lost), pod.clock.now, pages)
+    @contextlib.contextmanager
+    def around(llm: LLM) -> Iterator[None]:
+        yield
+        assert not llm.engine.plan.pod.memories.bad_pages
+
+    history = History(name, (*SIZE, *settings), prompts, params, faults=faults)
+    return serve(history, hears=(Observed,), around=around)
 
 
 WAYS: list[tuple[str, tuple[str, ...], int]] = [  # with the die that loses a page
@@ -85,21 +69,21 @@ IDS = [f"{way[0]}-{'-'.join(way[1])}-die {way[2]}" for way in WAYS]
 
 @pytest.mark.thin(3)
 @pytest.mark.parametrize(("name", "settings", "die"), WAYS, ids=IDS)
-def test_any_page_but_those_of_metadata(
-    tiny: TinyCheckpoint, name: str, settings: tuple[str, ...], die: int
-) -> None:
+def test_any_page_but_those_of_metadata(name: str, settings: tuple[str, ...], die: int) -> None:
     """Of weights, KV, exchanges, results or a step's own: at any time, the same bits."""
-    quiet = served(tiny, name, settings)
-    first, stop = quiet.num_pages[die]
+    quiet = served(name, settings)
+    with LLM("tiny-random", name, overrides=[*SIZE, *settings]) as llm:
+        plan = llm.engine.plan.pod.memories.plans[die]
+        first, stop = (-(-end // PAGE_NBYTES) for end in (plan.ends[0], plan.nbytes))  # after metadata
     rng = random.Random(f"{name} {settings}")
     for share in (0.1, 0.5, 0.9):
         faults = [
             bad(share * quiet.end_ns / 1000, die, rng.randrange(first, stop)),
             bad((share + 0.02) * quiet.end_ns / 1000, die, rng.randrange(first, stop)),
         ]
-        told = served(tiny, name, settings, faults)
+        told = served(name, settings, faults)
         assert told.digest == quiet.digest, faults
-        assert told.num(Mended), faults
+        assert told.of(Mended), faults
         assert told.lost == {}
         assert told.end_ns >= quiet.end_ns
 
@@ -116,22 +100,19 @@ KV: list[tuple[str, tuple[str, ...], int]] = [
 
 @pytest.mark.thin(3)
 @pytest.mark.parametrize(("name", "settings", "die"), KV, ids=[f"{k[0]}-{'-'.join(k[1])}" for k in KV])
-def test_sequences_whose_kv_is_lost_are_recomputed(
-    tiny: TinyCheckpoint, name: str, settings: tuple[str, ...], die: int
-) -> None:
-    quiet = served(tiny, name, settings)
-    assert quiet.num(Preempted) == 0
+def test_sequences_whose_kv_is_lost_are_recomputed(name: str, settings: tuple[str, ...], die: int) -> None:
+    quiet = served(name, settings)
+    assert not quiet.of(Preempted)
     num = 0
     for share in (0.4, 0.7, 0.95):
-        told = served(tiny, name, settings, [bad(share * quiet.end_ns / 1000, die, "kv/2/k_pe")])
+        told = served(name, settings, [bad(share * quiet.end_ns / 1000, die, "kv/2/k_pe")])
         assert told.digest == quiet.digest
-        num += told.num(Preempted)
+        num += len(told.of(Preempted))
     assert num
 
 
-def test_the_hosts_of_all_dies_of_a_group_hear_which_bytes(tiny: TinyCheckpoint) -> None:
-    told = served(tiny, "colocated", ("dies=2",), [bad(400.0, 1, 7)])
-    (rollback,) = (each for each in told.events if isinstance(each, Mended))
+def test_the_hosts_of_all_dies_of_a_group_hear_which_bytes() -> None:
+    (rollback,) = served("colocated", ("dies=2",), [bad(400.0, 1, 7)]).of(Mended)
     assert rollback.reason == (
         "die 1 reports hbm-page: a page of memory was lost, and a healthy one is in its place, "
         f"bytes {7 * PAGE_NBYTES} to {8 * PAGE_NBYTES}"
@@ -166,9 +147,7 @@ def test_weights_come_from_storage_as_when_they_were_loaded(tiny: TinyCheckpoint
             assert llm.engine.plan.pod.clock.now > len(names) * spec.vpc_startup.value * 1e9
 
 
-def test_bytes_that_are_not_those_of_the_first_load_cost_the_te(
-    tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytes_that_are_not_those_of_the_first_load_cost_the_te(monkeypatch: pytest.MonkeyPatch) -> None:
     from xdeepserve.engine import loading
 
     real = loading.iter_weights
@@ -179,7 +158,7 @@ def test_bytes_that_are_not_those_of_the_first_load_cost_the_te(
 
     monkeypatch.setattr(loading, "iter_weights", damaged)
     with pytest.raises(Exception, match=r"die 0: weights from storage came with digest .*: layers\.0\.w"):
-        served(tiny, "monolithic", (), [bad(900.0, 0, "weights/layers.0.wo")])
+        served("monolithic", (), [bad(900.0, 0, "weights/layers.0.wo")])
 
 
 def test_cached_blocks_that_are_lost_are_never_found(tiny: TinyCheckpoint) -> None:
@@ -233,49 +212,45 @@ def test_the_papers_way_is_that_their_requests_fail(
     assert num_equal
 
 
-def test_layers_that_have_left_are_taken_back(tiny: TinyCheckpoint) -> None:
+def test_layers_that_have_left_are_taken_back() -> None:
     """By layer: KV of a prompt's earlier chunk is lost while its last chunk sends its layers."""
     settings = (*PD, "transfer=layer", "scheduler.max_num_batched_tokens=16")
-
-    def ask(llm: LLM) -> list[RequestOutput]:
-        return llm.generate([[5] * 40], PARAMS, keep_logits=True)
-
-    quiet = served(tiny, "pd", settings, ask=ask)
+    quiet = served("pd", settings, prompts=[[5] * 40])
     taken_back = 0
     for at in range(5, 100, 9):
-        told = served(tiny, "pd", settings, [bad(at * quiet.end_ns / 100_000, 0, "kv/0/latent")], ask)
+        told = served("pd", settings, [bad(at * quiet.end_ns / 100_000, 0, "kv/0/latent")], [[5] * 40])
         assert told.digest == quiet.digest
-        taken_back += told.num(KVLost)
+        taken_back += len(told.of(KVLost))
     assert taken_back
 
 
-def test_a_page_of_metadata_costs_the_te(tiny: TinyCheckpoint) -> None:
+def test_a_page_of_metadata_costs_the_te() -> None:
     with pytest.raises(PageLostError, match="die 0 reports hbm-page"):
-        served(tiny, "colocated", ("dies=2",), [bad(900.0, 0, 0)])
+        served("colocated", ("dies=2",), [bad(900.0, 0, 0)])
     two = ("prefill.count=2", "prefill.dies=1", "decode.dies=1")
-    quiet = served(tiny, "pd", two)
-    told = served(tiny, "pd", two, [bad(300.0, 0, 0)])
+    quiet = served("pd", two)
+    told = served("pd", two, [bad(300.0, 0, 0)])
     assert told.digest == quiet.digest
     assert [*told.lost] == ["prefill 0"]
 
 
-def test_stage_2_gives_the_te_up(tiny: TinyCheckpoint) -> None:
+def test_stage_2_gives_the_te_up() -> None:
     with pytest.raises(PageLostError, match="die 0 reports hbm-page"):
-        served(tiny, "monolithic", ("recovery.stage=2",), [bad(900.0, 0, "kv/0/latent")])
+        served("monolithic", ("recovery.stage=2",), [bad(900.0, 0, "kv/0/latent")])
 
 
-def test_however_many_are_lost(tiny: TinyCheckpoint) -> None:
+def test_however_many_are_lost() -> None:
     """Each is put right, so that no number in a row is too many; also in the middle of putting right."""
-    quiet = served(tiny, "colocated", ("dies=2",))
+    quiet = served("colocated", ("dies=2",))
     faults = [bad(900.0 + i, i % 2, "kv/0/latent" if i % 3 else "weights/layers.0.wo") for i in range(12)]
-    told = served(tiny, "colocated", ("dies=2",), faults)
+    told = served("colocated", ("dies=2",), faults)
     assert told.digest == quiet.digest
     assert told.lost == {}
 
 
 def test_a_te_that_loads_loses_a_page(tiny: TinyCheckpoint) -> None:
     """What has come of its weights is read again: it joins, and answers."""
-    quiet = served(tiny, "monolithic", ())
+    quiet = served("monolithic", ())
     for page in ("weights/layers.0.wo", "weights/layers.1.gate", "kv/0/latent", 0):
 
         async def one_more(engine: Engine, page: int | str = page) -> None:
@@ -317,25 +292,16 @@ MOVING: list[tuple[str, tuple[str, ...], int, str]] = [
 
 @pytest.mark.thin(3)
 @pytest.mark.parametrize(("name", "settings", "die", "page"), MOVING, ids=[f"{m[1:]}" for m in MOVING])
-def test_kv_on_its_way(
-    tiny: TinyCheckpoint, name: str, settings: tuple[str, ...], die: int, page: str
-) -> None:
+def test_kv_on_its_way(name: str, settings: tuple[str, ...], die: int, page: str) -> None:
     """Lost at either end, in the middle of transfers: it is computed again where it arrives."""
-    begins: list[int] = []
-
-    def ask(llm: LLM) -> list[RequestOutput]:
-        pod = llm.engine.plan.pod
-        llm.engine.observe(lambda event: begins.append(pod.clock.now) if "Transfer" in str(event) else None)
-        return llm.generate(PROMPTS, PARAMS, keep_logits=True)
-
-    quiet = served(tiny, name, settings, ask=ask)
+    quiet = served(name, settings)
     preempted = 0
-    for at_ns in sorted(set(begins)):
+    for at_ns in sorted({at_ns for at_ns, event in quiet.events if "Transfer" in str(event)}):
         for later_ns in (1, 900, 3000):
-            told = served(tiny, name, settings, [bad((at_ns + later_ns) / 1000, die, page)])
+            told = served(name, settings, [bad((at_ns + later_ns) / 1000, die, page)])
             assert told.digest == quiet.digest, at_ns + later_ns
             assert told.lost == {}
-            preempted += told.num(Preempted)
+            preempted += len(told.of(Preempted))
     assert preempted or "rings" in page
 
 
@@ -361,8 +327,11 @@ def test_kv_on_its_way_to_the_host_and_back(tiny: TinyCheckpoint) -> None:
     assert len(spans) > 8
     for span in spans:
         at_us = (span.start_ns + span.end_ns) / 2000
-        told = served(tiny, "monolithic", settings, [bad(at_us, 0, "kv/0/latent")], ask)
-        assert told.digest == expected, at_us
+        faults = [bad(at_us, 0, "kv/0/latent")]
+        with LLM(tiny, "monolithic", overrides=[*SIZE, *settings], faults=faults) as llm:
+            assert digest(ask(llm)) == expected, at_us
+            llm.engine.check_integrity()
+            assert not llm.engine.plan.pod.memories.bad_pages
 
 
 def test_nothing_that_is_lost_goes_to_the_memory_pool(tiny: TinyCheckpoint, tmp_path: Path) -> None:
@@ -393,19 +362,15 @@ def test_nothing_that_is_lost_goes_to_the_memory_pool(tiny: TinyCheckpoint, tmp_
 @pytest.mark.thin(2)
 @pytest.mark.parametrize("settings", [("lockstep=true",), ("dies=2",), ("dies=2", "mtp=2")], ids=str)
 @pytest.mark.parametrize("every", [20, pytest.param(2, marks=pytest.mark.campaign)])
-def test_steps_that_were_planned_ahead_are_planned_anew(
-    tiny: TinyCheckpoint, settings: tuple[str, ...], every: int
-) -> None:
+def test_steps_that_were_planned_ahead_are_planned_anew(settings: tuple[str, ...], every: int) -> None:
     """What they would find in a die's results of a step that has ended may be lost; blocks that the next step
     copies on write are those of before until then."""
     ahead = (*settings, "execution.overlap=true")
     params = SamplingParams(max_tokens=9, ignore_eos=True, n=2, seed=3)
-
-    def ask(llm: LLM) -> list[RequestOutput]:
-        return llm.generate([[7] * 18, [7] * 12, [*range(16)]], params, keep_logits=True)
-
-    quiet = served(tiny, "colocated", ahead, ask=ask)
+    prompts = [[7] * 18, [7] * 12, [*range(16)]]
+    quiet = served("colocated", ahead, (), prompts, params)
     for number in range(4, 60, every):
         for page in ("sampled/0", "sampled/1", "hidden"):
-            told = served(tiny, "colocated", ahead, [bad(number * quiet.end_ns / 60_000, 0, page)], ask)
+            faults = [bad(number * quiet.end_ns / 60_000, 0, page)]
+            told = served("colocated", ahead, faults, prompts, params)
             assert told.digest == quiet.digest, (number, page)

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 from msgspec import Struct
+from msgspec.structs import replace
 from prometheus_client import generate_latest
 
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.api.server.engine_metrics import EngineCollector
 from xdeepserve.engine.die.drafts import Drafter
-from xdeepserve.engine.dp.events import Mended, Observed, StepEnded
+from xdeepserve.engine.dp.events import Mended, StepEnded
 from xdeepserve.engine.messages import CopyBlocks
 from xdeepserve.engine.plans import BlockCopy
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.te.reports import TEHealth
 from xdeepserve.errors import DeploymentError, XDeepServeError
+from xdeepserve.history import History, Told, serve
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.faults import Fault
-from xdeepserve.llm import digest
 from xdeepserve.model.presets import TinyCheckpoint
 
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0)
@@ -33,17 +33,8 @@ def glitches(*at: tuple[float, int], code: str = "aicore-exception") -> tuple[Fa
     return tuple(Fault(at_us, die, "glitch", code=code) for at_us, die in at)
 
 
-def served(
-    tiny: TinyCheckpoint, name: str, settings: Sequence[str], faults: Sequence[Fault] = ()
-) -> tuple[str, list[Mended], dict[str, Any], int]:
-    """The digest; rollbacks; why TEs were lost; virtual time at the end."""
-    seen: list[Observed] = []
-    with LLM(tiny, name, overrides=[SIZE, *settings], faults=faults) as llm:
-        llm.engine.observe(seen.append)
-        outputs = llm.generate(PROMPTS, PARAMS, keep_logits=True)
-        llm.engine.check_integrity()
-        now = llm.engine.plan.pod.clock.now
-        return digest(outputs), [e for e in seen if isinstance(e, Mended)], dict(llm.engine.lost), now
+def served(name: str, settings: Sequence[str], faults: Sequence[Fault] = ()) -> Told:
+    return serve(History(name, (SIZE, *settings), PROMPTS, PARAMS, faults=faults), hears=(Mended,))
 
 
 WAYS: list[tuple[str, tuple[str, ...], int]] = [  # with the die that glitches
@@ -66,25 +57,23 @@ WAYS: list[tuple[str, tuple[str, ...], int]] = [  # with the die that glitches
 
 @pytest.mark.thin(3)
 @pytest.mark.parametrize(("name", "settings", "die"), WAYS, ids=[f"{w[0]}-{'-'.join(w[1])}" for w in WAYS])
-def test_the_same_bits_in_every_mode(
-    tiny: TinyCheckpoint, name: str, settings: tuple[str, ...], die: int
-) -> None:
-    quiet, none, _, end_ns = served(tiny, name, settings)
-    assert none == []
+def test_the_same_bits_in_every_mode(name: str, settings: tuple[str, ...], die: int) -> None:
+    quiet = served(name, settings)
+    assert quiet.events == []
     # An expert die that serves whoever comes waits most of the time, and a glitch hits what it does.
     shares = (0.1,) if die == 2 and settings[-1] == "dataflow=true" else (0.05, 0.37, 0.62, 0.84)
-    at = [(share * end_ns / 1000, die) for share in shares]
-    again, rollbacks, lost, later_ns = served(tiny, name, settings, glitches(*at))
-    assert again == quiet
-    assert rollbacks
-    assert [each.epoch for each in rollbacks] == list(range(1, 1 + len(rollbacks)))
-    assert lost == {}
-    assert later_ns > end_ns
+    at = [(share * quiet.end_ns / 1000, die) for share in shares]
+    again = served(name, settings, glitches(*at))
+    assert again.digest == quiet.digest
+    epochs = [each.epoch for each in again.of(Mended)]
+    assert epochs
+    assert epochs == list(range(1, 1 + len(epochs)))
+    assert again.lost == {}
+    assert again.end_ns > quiet.end_ns
 
 
-def test_the_host_says_when_and_why(tiny: TinyCheckpoint) -> None:
-    _, rollbacks, _, _ = served(tiny, "colocated", ["dies=2"], glitches((400.0, 1), code="link-error"))
-    (rollback,) = rollbacks
+def test_the_host_says_when_and_why() -> None:
+    (rollback,) = served("colocated", ["dies=2"], glitches((400.0, 1), code="link-error")).of(Mended)
     assert (rollback.te, rollback.epoch) == ("te", 1)
     assert rollback.reason == (
         "die 1 reports link-error: a link has given a packet up after sending it again and again"
@@ -111,25 +100,20 @@ def test_the_endpoint_is_told(tiny: TinyCheckpoint) -> None:
 
 
 @pytest.mark.parametrize("settings", [[*APART], [*APART, "dataflow=true"]], ids=["barriers", "flows"])
-def test_it_goes_on_where_nothing_is_computed(tiny: TinyCheckpoint, settings: list[str]) -> None:
+def test_it_goes_on_where_nothing_is_computed(settings: list[str]) -> None:
     """In a run that only takes time, at least as many steps are run, and all end."""
 
-    def took(faults: Sequence[Fault]) -> tuple[int, int]:
-        with LLM(tiny, "moe-attention", overrides=[SIZE, *settings], faults=faults, timing_only=True) as llm:
-            outputs = llm.generate(PROMPTS, PARAMS)
-            assert [len(each.outputs[0].token_ids) for each in outputs] == [6, 6, 6]
-            return llm.engine.plan.pod.clock.now, llm.engine.je.tes[0].recovery.count
-
-    quiet_ns, _ = took(())
+    history = History("moe-attention", (SIZE, *settings), PROMPTS, PARAMS, is_timing_only=True)
+    quiet_ns = serve(history).end_ns
     for die in range(5):
-        later_ns, count = took(glitches((quiet_ns / 3000, die)))
-        assert (count, later_ns > quiet_ns) in ((1, True), (0, False))
+        told = serve(replace(history, faults=glitches((quiet_ns / 3000, die))))
+        assert [len(each.outputs[0].token_ids) for each in told.outputs] == [6, 6, 6]
+        assert (told.stats.num_recoveries["3"], told.end_ns > quiet_ns) in ((1, True), (0, False))
 
 
-def test_dies_draw_their_rollback(tiny: TinyCheckpoint) -> None:
-    with LLM(tiny, "colocated", overrides=[SIZE, "dies=2"], faults=glitches((400.0, 1)), trace=True) as llm:
-        llm.generate(PROMPTS, PARAMS)
-        spans = [span for span in llm.engine.plan.pod.trace.spans if span.lane == "recovery"]
+def test_dies_draw_their_rollback() -> None:
+    history = History("colocated", (SIZE, "dies=2"), PROMPTS, PARAMS, faults=glitches((400.0, 1)))
+    spans = [span for span in serve(history, is_traced=True).trace.spans if span.lane == "recovery"]
     assert [(span.node, span.name) for span in spans] == [(die, "rolled back to epoch 1") for die in (0, 1)]
 
 
@@ -141,39 +125,33 @@ def test_dies_draw_their_rollback(tiny: TinyCheckpoint) -> None:
         ([], "unspecified"),
     ],
 )
-def test_where_it_is_not_to_be_tried_the_te_is_given_up(
-    tiny: TinyCheckpoint, settings: list[str], code: str
-) -> None:
+def test_where_it_is_not_to_be_tried_the_te_is_given_up(settings: list[str], code: str) -> None:
     two = ["prefill.count=2", "prefill.dies=1", "prefill.tp=1", "decode.dies=1"]
-    quiet, _, _, _ = served(tiny, "pd", two)
-    again, rollbacks, lost, _ = served(tiny, "pd", [*two, *settings], glitches((4000.0, 0), code=code))
-    assert again == quiet
-    assert rollbacks == []
-    assert list(lost) == ["prefill 0"]
-    assert str(lost["prefill 0"]).startswith(f"die 0 reports {code}: ")
+    again = served("pd", [*two, *settings], glitches((4000.0, 0), code=code))
+    assert again.digest == served("pd", two).digest
+    assert again.events == []
+    assert list(again.lost) == ["prefill 0"]
+    assert str(again.lost["prefill 0"]).startswith(f"die 0 reports {code}: ")
 
 
-def test_so_often_in_a_row_and_no_more(tiny: TinyCheckpoint) -> None:
+def test_so_often_in_a_row_and_no_more() -> None:
     faults = glitches(*((400.0 + 40 * number, 1) for number in range(4)))
-    _, rollbacks, _, _ = served(tiny, "colocated", ["dies=2"], faults)
-    assert len(rollbacks) == 4
+    assert len(served("colocated", ["dies=2"], faults).events) == 4
     with pytest.raises(XDeepServeError, match=r"^die 1 reports aicore-exception"):
-        served(tiny, "colocated", ["dies=2", "recovery.max_rollbacks=3"], faults)
+        served("colocated", ["dies=2", "recovery.max_rollbacks=3"], faults)
 
 
-def test_a_die_that_is_lost_does_not_come_to_the_barrier(tiny: TinyCheckpoint) -> None:
+def test_a_die_that_is_lost_does_not_come_to_the_barrier() -> None:
     faults = (*glitches((400.0, 1)), Fault(400.5, 0, "lost"))
     with pytest.raises(
         XDeepServeError, match=r"rollback: deadline passed .* waits for peer \[0\], field epoch"
     ):
-        served(tiny, "colocated", ["dies=2"], faults)
+        served("colocated", ["dies=2"], faults)
 
 
-def test_an_idle_die_has_nothing_that_could_fail(tiny: TinyCheckpoint) -> None:
-    _, rollbacks, _, _ = served(
-        tiny, "pd", ["prefill.dies=1", "prefill.tp=1", "decode.dies=1"], glitches((50.0, 1))
-    )
-    assert rollbacks == []
+def test_an_idle_die_has_nothing_that_could_fail() -> None:
+    pod = ["prefill.dies=1", "prefill.tp=1", "decode.dies=1"]
+    assert served("pd", pod, glitches((50.0, 1))).events == []
 
 
 def test_drafts_are_made_of_what_was_there_before(tiny: TinyCheckpoint) -> None:
@@ -202,23 +180,20 @@ def test_drafts_are_made_of_what_was_there_before(tiny: TinyCheckpoint) -> None:
     assert max(kept) <= 2
 
 
-def test_each_group_keeps_the_states_of_steps_that_have_happened(tiny: TinyCheckpoint) -> None:
+def test_each_group_keeps_the_states_of_steps_that_have_happened() -> None:
     """Where tokens flow groups number their steps by themselves: of one that is at its tenth step that one is
     rolled back, and not also the ninth because another group is at its second."""
 
+    settings = (SIZE, *APART, "dataflow=true", "mtp=2")
+    params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=1.0, seed=3)
+    history = History("moe-attention", settings, PROMPTS[:2], params, [0, 8_000_000])
+
     def proposed(faults: Sequence[Fault]) -> dict[int, list[tuple[int, ...]]]:
         made: dict[int, list[tuple[int, ...]]] = {}
-
-        def see(event: Observed) -> None:
-            for share in event.shares if isinstance(event, StepEnded) else ():
-                made.setdefault(share.seq_id, []).append(share.proposed)
-
-        settings = [SIZE, *APART, "dataflow=true", "mtp=2"]
-        with LLM(tiny, "moe-attention", overrides=settings, faults=faults) as llm:
-            llm.engine.observe(see)
-            params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=1.0, seed=3)
-            llm.generate(PROMPTS[:2], params, arrivals_ns=[0, 8_000_000])
-            assert llm.engine.je.tes[0].recovery.count == len(faults)
+        told = serve(replace(history, faults=faults), hears=(StepEnded,))
+        assert told.stats.num_recoveries["3"] == len(faults)
+        for share in (share for step in told.of(StepEnded) for share in step.shares):
+            made.setdefault(share.seq_id, []).append(share.proposed)
         return made
 
     quiet = proposed(())
@@ -239,16 +214,15 @@ def test_settings_that_cannot_be(tiny: TinyCheckpoint, setting: str, reason: str
         LLM(tiny, "colocated", overrides=[setting])
 
 
-def test_kernels_that_send_kv_are_run_again(tiny: TinyCheckpoint) -> None:
+def test_kernels_that_send_kv_are_run_again() -> None:
     """A glitch of either die in the middle of a message: no request knows."""
     settings = ("prefill.dies=2", "prefill.tp=2", "decode.dies=2", "transfer_over=send-receive")
-    with LLM(tiny, "pd", overrides=[SIZE, *settings], trace=True) as llm:
-        expected = digest(llm.generate(PROMPTS, PARAMS, keep_logits=True))
-        spans = [s for s in llm.engine.plan.pod.trace.spans if s.name.startswith(("send ", "receive "))]
+    quiet = serve(History("pd", (SIZE, *settings), PROMPTS, PARAMS), is_traced=True)
+    spans = [s for s in quiet.trace.spans if s.name.startswith(("send ", "receive "))]
     assert spans
     for span in spans:
         at_us = (span.start_ns + span.end_ns) / 2000
-        assert served(tiny, "pd", settings, glitches((at_us, span.node)))[0] == expected
+        assert served("pd", settings, glitches((at_us, span.node))).digest == quiet.digest
 
 
 def test_blocks_are_copied_once_unless_what_is_copied_is_written_again(

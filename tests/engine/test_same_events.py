@@ -14,11 +14,12 @@ import msgspec
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from tests.engine.histories import DEPLOYMENTS, History, abort_on_the_way, history, turns
+from tests.engine.histories import DEPLOYMENTS, abort_on_the_way, batches, turns
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.api.server.server import build_app
 from xdeepserve.engine.dp.events import Mended, Preempted
 from xdeepserve.engine.serving.engine import Engine
+from xdeepserve.history import History, serve
 from xdeepserve.hw.faults import Fault
 from xdeepserve.llm import build_engine
 from xdeepserve.loop import run
@@ -42,26 +43,24 @@ def _events(engine: Engine, outputs: Any, file: Path) -> Events:
     return Events(file.read_bytes().splitlines(), pod.clock.now, outputs)
 
 
-def through_llm(tiny: TinyCheckpoint, asked: History, num_turns: int, file: Path) -> Events:
-    outputs = []
-    with LLM(
-        tiny, asked.deployment, overrides=asked.overrides, trace=True, clock_seed=asked.clock_seed
-    ) as llm:
-        abort_on_the_way(llm.engine, asked.aborts)
-        for batch, arrivals in zip(asked.batches, asked.arrivals_ns, strict=True):
+def through_llm(tiny: TinyCheckpoint, seed: int, num_turns: int, file: Path) -> Events:
+    asked, aborts = batches(seed)
+    pod, outputs = asked[0], []
+    with LLM(tiny, pod.deployment, overrides=pod.settings, trace=True, clock_seed=pod.clock_seed) as llm:
+        abort_on_the_way(llm.engine, aborts)
+        for batch in asked:
             llm.run(turns(num_turns))
-            prompts, params = zip(*batch, strict=True)
-            made = llm.generate(prompts, params, arrivals_ns=arrivals)
+            made = llm.generate(batch.prompts, batch.params, arrivals_ns=batch.arrivals_ns)
             outputs += [[(c.token_ids, c.finish_reason) for c in output.outputs] for output in made]
         llm.run(turns(num_turns))
         return _events(llm.engine, outputs, file)
 
 
-async def through_endpoint(tiny: TinyCheckpoint, asked: History, num_turns: int, file: Path) -> Events:
-    engine = _traced(tiny, asked)
+async def through_endpoint(tiny: TinyCheckpoint, seed: int, num_turns: int, file: Path) -> Events:
+    engine, asked = _traced(tiny, seed)
     outputs = []
     async with TestClient(TestServer(build_app(engine))) as client:
-        for batch in asked.batches:
+        for batch in asked:
             for prompt, params in batch:
                 await turns(num_turns)
                 async with client.post("/v1/completions", json=_body(prompt, params)) as answer:
@@ -72,17 +71,15 @@ async def through_endpoint(tiny: TinyCheckpoint, asked: History, num_turns: int,
         return _events(engine, outputs, file)
 
 
-def _traced(tiny: TinyCheckpoint, asked: History) -> Engine:
+def _traced(tiny: TinyCheckpoint, seed: int) -> tuple[Engine, list[list[Any]]]:
+    """An engine, and for each batch its prompts with how they are continued."""
+    asked, aborts = batches(seed)
+    pod = asked[0]
     engine = build_engine(
-        tiny,
-        asked.deployment,
-        "int8",
-        overrides=asked.overrides,
-        trace=True,
-        clock_seed=asked.clock_seed,
+        tiny, pod.deployment, "int8", overrides=pod.settings, trace=True, clock_seed=pod.clock_seed
     )
-    abort_on_the_way(engine, asked.aborts)
-    return engine
+    abort_on_the_way(engine, aborts)
+    return engine, [[*zip(batch.prompts, batch.params, strict=True)] for batch in asked]
 
 
 def _body(prompt: list[int], params: SamplingParams) -> dict[str, Any]:
@@ -91,12 +88,12 @@ def _body(prompt: list[int], params: SamplingParams) -> dict[str, Any]:
     return {"prompt": [prompt, prompt[::-1]], **{name: getattr(params, name) for name in sent}}
 
 
-async def through_engine(tiny: TinyCheckpoint, asked: History, num_turns: int, file: Path) -> Events:
+async def through_engine(tiny: TinyCheckpoint, seed: int, num_turns: int, file: Path) -> Events:
     """As `LLM`, but in one thread, where no turn at all may lie between the start and the first request."""
-    engine = _traced(tiny, asked)
+    engine, asked = _traced(tiny, seed)
     outputs = []
     await engine.start()
-    for number, batch in enumerate(asked.batches):
+    for number, batch in enumerate(asked):
         await turns(num_turns)
         requests = [engine.submit(*each, f"{number}-{index}") for index, each in enumerate(batch)]
         for request in requests:
@@ -110,14 +107,13 @@ async def through_engine(tiny: TinyCheckpoint, asked: History, num_turns: int, f
 
 def check(tiny: TinyCheckpoint, seed: int, way: str, file: Path) -> None:
     """Run a history twice, with other turns and, but for `LLM`, on another event loop."""
-    asked = history(seed)
     first, other = NUM_TURNS[seed % len(NUM_TURNS)], NUM_TURNS[(seed * 3 + 7) % len(NUM_TURNS)]
     assert first != other
     if way == "llm":
-        _check_equal(*(through_llm(tiny, asked, num_turns, file) for num_turns in (first, other)))
+        _check_equal(*(through_llm(tiny, seed, num_turns, file) for num_turns in (first, other)))
         return
     through = through_endpoint if way == "endpoint" else through_engine
-    _check_equal(asyncio.run(through(tiny, asked, first, file)), run(through(tiny, asked, other, file)))
+    _check_equal(asyncio.run(through(tiny, seed, first, file)), run(through(tiny, seed, other, file)))
 
 
 def _check_equal(one: Events, other: Events) -> None:
@@ -164,14 +160,12 @@ def test_an_observer_that_fails_harms_nobody(tiny: TinyCheckpoint, caplog: pytes
     assert "a listener failed" in caplog.text
 
 
-def test_metrics_count_what_the_log_tells(tiny: TinyCheckpoint) -> None:
+def test_metrics_count_what_the_log_tells() -> None:
     """Preemptions and rollbacks that observers are told of, and those that the engine's stats have, agree."""
-    seen: list[Any] = []
     overrides = ("max_model_len=160", "cache.num_blocks=12", "cache.prefix=false")
+    prompts, params = [[i] * 30 for i in range(4)], SamplingParams(max_tokens=40, ignore_eos=True)
     faults = (Fault(900.0, 0, "glitch", code="mte-error"),)
-    with LLM(tiny, "monolithic", overrides=overrides, faults=faults) as llm:
-        llm.engine.observe(seen.append)
-        llm.generate([[i] * 30 for i in range(4)], SamplingParams(max_tokens=40, ignore_eos=True))
-        stats = llm.engine.stats()
-    assert stats.num_preemptions == sum(isinstance(event, Preempted) for event in seen) > 0
-    assert stats.num_recoveries["3"] == sum(isinstance(event, Mended) for event in seen) == 1
+    history = History("monolithic", overrides, prompts, params, faults=faults)
+    told = serve(history, hears=(Preempted, Mended))
+    assert told.stats.num_preemptions == len(told.of(Preempted)) > 0
+    assert told.stats.num_recoveries["3"] == len(told.of(Mended)) == 1

@@ -17,6 +17,7 @@ from xdeepserve.engine.dp import events
 from xdeepserve.engine.te.heartbeat import Heartbeats
 from xdeepserve.engine.te.status_gather import MAX_REQUESTS, Gathered, StatusGather, pack, row_nbytes, unpack
 from xdeepserve.errors import XDeepServeError
+from xdeepserve.history import History, Told, serve
 from xdeepserve.llm import digest
 
 GATHER = "scheduler.statuses=all-gather"
@@ -47,19 +48,12 @@ def test_a_row_says_all_that_a_group_does(status: GroupStatus, cached: list[int]
     assert unpack(row) == Gathered(status, tuple(cached))
 
 
-def served(deployment: str, *settings: str, **kwargs: Any) -> tuple[str, dict[int, int], int]:
-    """Digest, the DP group of prefill that each request was given to, and the virtual time."""
-    timing_only, placed = kwargs.get("timing_only", False), {}
-
-    def see(event: Any) -> None:
-        if isinstance(event, events.Given):
-            placed.setdefault(event.seq_id, event.group.rank)
-
-    with LLM("tiny-random", deployment, overrides=["max_model_len=128", *settings], **kwargs) as llm:
-        llm.engine.observe(see)
-        outputs = llm.generate(PROMPTS, PARAMS, keep_logits=not timing_only)
-        llm.engine.check_integrity()
-        return "" if timing_only else digest(outputs), placed, llm.engine.plan.pod.clock.now
+def served(deployment: str, *settings: str, **more: Any) -> tuple[Told, dict[int, int]]:
+    """Results of the requests, and the DP group of prefill that each was given to."""
+    told = serve(
+        History(deployment, ("max_model_len=128", *settings), PROMPTS, PARAMS, **more), hears=(events.Given,)
+    )
+    return told, {event.seq_id: event.group.rank for event in reversed(told.of(events.Given))}
 
 
 @pytest.mark.thin(2)
@@ -76,19 +70,23 @@ def served(deployment: str, *settings: str, **kwargs: Any) -> tuple[str, dict[in
 )
 def test_placements_are_those_of_a_leader_that_knows(deployment: str, settings: list[str]) -> None:
     """The same statuses, some microseconds later; and the tokens of one die."""
-    known, as_known, at_once = served(deployment, *settings)
-    found, placed, later = served(deployment, *settings, GATHER)
-    assert found == known
-    assert placed == as_known
-    assert at_once < later < at_once + 1_000_000
-    assert served(deployment, *settings, GATHER) == (found, placed, later)
-    assert served(deployment, *settings, GATHER, clock_seed=1)[:2] == (found, placed)
+    known, as_known = served(deployment, *settings)
+    found, placed = served(deployment, *settings, GATHER)
+    assert (found.digest, placed) == (known.digest, as_known)
+    assert known.end_ns < found.end_ns < known.end_ns + 1_000_000
+    again, as_before = served(deployment, *settings, GATHER)
+    assert (again.digest, as_before, again.end_ns) == (found.digest, placed, found.end_ns)
+    again, as_before = served(deployment, *settings, GATHER, clock_seed=1)
+    assert (again.digest, as_before) == (found.digest, placed)
 
 
 def test_it_takes_its_time_where_nothing_is_computed() -> None:
-    at_once, later = (served("colocated", "dies=4", *more, timing_only=True) for more in ((), (GATHER,)))
-    assert at_once[1] == later[1]
-    assert at_once[2] < later[2] < at_once[2] + 1_000_000
+    ways = ((), (GATHER,))
+    (at_once, placed), (later, as_before) = (
+        served("colocated", "dies=4", *more, is_timing_only=True) for more in ways
+    )
+    assert placed == as_before
+    assert at_once.end_ns < later.end_ns < at_once.end_ns + 1_000_000
 
 
 def test_placements_follow_from_the_bytes_that_were_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +103,7 @@ def test_placements_follow_from_the_bytes_that_were_gathered(monkeypatch: pytest
         return rows
 
     monkeypatch.setattr(Collectives, "all_gather", spoilt)
-    _, placed, _ = served("colocated", "dies=4", GATHER)
+    _, placed = served("colocated", "dies=4", GATHER)
     assert set(placed.values()) == {0, 1, 3}
 
 
@@ -124,10 +122,10 @@ def test_groups_that_are_not_well_are_not_asked(monkeypatch: pytest.MonkeyPatch)
         return found
 
     monkeypatch.setattr(StatusGather, "run", watched)
-    result, placed, _ = served("colocated", "dies=4", *few, GATHER)
+    told, placed = served("colocated", "dies=4", *few, GATHER)
     monkeypatch.undo()
     assert len(set(took_part)) > 1
-    assert result == digest(one_die(PROMPTS, PARAMS, max_model_len=128))
+    assert told.digest == digest(one_die(PROMPTS, PARAMS, max_model_len=128))
     assert len(placed) == len(PROMPTS)
 
 

@@ -20,6 +20,7 @@ from xdeepserve.engine.dp.grammar import FORMATS, GrammarMatcher, Grammars
 from xdeepserve.engine.dp.steering import Steering
 from xdeepserve.engine.plans import LogitEdits
 from xdeepserve.errors import RequestError, XDeepServeError
+from xdeepserve.history import History, serve
 from xdeepserve.llm import RequestOutput, digest
 from xdeepserve.model.presets import PRESET_DIRECTORY
 from xdeepserve.model.sampling import edit, sample
@@ -60,16 +61,14 @@ PARAMS = [
 ]
 
 
-def serve(deployment: str, overrides: Seq[str]) -> list[RequestOutput]:
-    with LLM("tiny", deployment, "fp32", overrides=["max_model_len=128", *overrides]) as llm:
-        outputs = llm.generate([prompt for prompt, _ in PROMPTS], PARAMS, keep_logits=True)
-        llm.engine.check_integrity()
-    return outputs
+def served(deployment: str, overrides: Seq[str]) -> list[RequestOutput]:
+    settings, prompts = ("max_model_len=128", *overrides), [prompt for prompt, _ in PROMPTS]
+    return serve(History(deployment, settings, prompts, PARAMS, precision="fp32", model="tiny")).outputs
 
 
 @pytest.fixture(scope="module")
 def expected() -> list[RequestOutput]:
-    return serve("monolithic", [])
+    return served("monolithic", [])
 
 
 def test_every_form_is_kept_to(expected: list[RequestOutput]) -> None:
@@ -133,7 +132,7 @@ WAYS = [
 def test_no_deployment_changes_a_bit(
     expected: list[RequestOutput], deployment: str, overrides: tuple[str, ...]
 ) -> None:
-    outputs = serve(deployment, overrides)
+    outputs = served(deployment, overrides)
     for output, other in zip(outputs, expected, strict=True):
         assert [c.text for c in output.outputs] == [c.text for c in other.outputs]
         assert [c.logprobs for c in output.outputs] == [c.logprobs for c in other.outputs]

@@ -14,13 +14,14 @@ from typing import Any
 
 import msgspec
 
-from xdeepserve.chaos.fault_schedule import Asked, FaultSchedule, ServerChange, asked
+from xdeepserve.chaos.fault_schedule import Asked, FaultSchedule, asked
 from xdeepserve.chaos.permitted import permits_errors
 from xdeepserve.ems.directory import verify
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.serving.live import Request
 from xdeepserve.engine.te.invariants import is_breach
 from xdeepserve.errors import InputError, XDeepServeError
+from xdeepserve.history import TEChange, make_change
 from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.trace import TraceSpan
 from xdeepserve.llm import RequestOutput, build_engine
@@ -173,15 +174,11 @@ async def _come(
             submitted[number] = error
 
 
-async def _move(engine: Engine, change: ServerChange) -> None:
-    """Make an expert server come or leave on request; a refusal with a reason is an acceptable answer."""
-    clock = engine.plan.pod.clock
-    await clock.sleep(round(1000 * change.at_us))
+async def _move(engine: Engine, change: TEChange) -> None:
+    """Make a change at its time; a refusal with a reason is an acceptable answer."""
+    await engine.plan.pod.clock.sleep(round(1000 * change.at_us))
     with contextlib.suppress(XDeepServeError):
-        if change.what == "comes":
-            await engine.add_server(server=change.server)
-        elif engine.servers():
-            await engine.remove_server(engine.servers()[0].te, change.server)
+        await make_change(engine, change)
 
 
 async def _end_of(request: Request | XDeepServeError | None, what: Asked) -> Any:

@@ -8,11 +8,12 @@ from typing import Literal
 
 import msgspec
 
-from xdeepserve.chaos.fault_schedule import FaultSchedule, PoolState, ServerChange
+from xdeepserve.chaos.fault_schedule import FaultSchedule, PoolState
 from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.deploy.sizes import TEPlace
 from xdeepserve.errors import DeploymentError
+from xdeepserve.history import TEChange
 from xdeepserve.hw.fault_kinds import GLITCHES, RULES, Kind, OnPlane, Place
 from xdeepserve.hw.faults import Fault
 from xdeepserve.model.config import ModelConfig
@@ -115,10 +116,12 @@ def _with_servers(rng: random.Random, drawn: FaultSchedule, config: ModelConfig)
         if all(fault.die not in vacant and not vacant & {*(fault.link or ())} for fault in drawn.faults):
             drawn = msgspec.structs.replace(drawn, settings=settings)
     (te,) = fit(resolve(drawn.deployment, drawn.settings), config)
-    whats: tuple[Literal["comes", "leaves"], ...] = ("comes", "comes", "leaves")
+    whats: tuple[Literal["add server", "remove server"], ...] = ("add server", "add server", "remove server")
     changes = [
-        ServerChange(
-            round(10 ** rng.uniform(1, 4.7), 3), rng.choice(whats), rng.randrange(te.place.num_expert_dies)
+        TEChange(
+            round(10 ** rng.uniform(1, 4.7), 3),
+            rng.choice(whats),
+            server=rng.randrange(te.place.num_expert_dies),
         )
         for _ in range(rng.randint(1, 5))
     ]

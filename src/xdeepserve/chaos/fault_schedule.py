@@ -10,23 +10,13 @@ from typing import Literal, NamedTuple, TypeAlias
 import msgspec
 
 from xdeepserve.engine.dp.sampling_params import SamplingParams
+from xdeepserve.history import TEChange
 from xdeepserve.hw.faults import Fault
 from xdeepserve.reading import read
 
 PoolState: TypeAlias = Literal["none", "empty", "filled", "crowded"]
 SHARED = 20  # tokens with which some prompts begin alike, so that they meet in the prefix cache
 LONG = ([7] * 33, [7] * 16 + [*range(30)], [*range(34)])  # what they begin with, to meet in a memory pool
-
-
-class ServerChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Request to make an expert server come or leave, if that is possible at the time."""
-
-    at_us: float
-    what: Literal["comes", "leaves"]
-    server: int
-
-    def __str__(self) -> str:
-        return f"expert server {self.server} {self.what} at {self.at_us:g} us"
 
 
 class FaultSchedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -44,7 +34,7 @@ class FaultSchedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     clock_seed: int | None = None
     faults: tuple[Fault, ...] = ()
     pool: PoolState = "none"
-    servers: tuple[ServerChange, ...] = ()
+    servers: tuple[TEChange, ...] = ()  # expert servers that come or leave, if that is possible then
 
     def __str__(self) -> str:
         parts = [self.deployment, *self.settings, f"{self.num_requests} requests of seed {self.seed}"]

@@ -42,7 +42,8 @@ def permits_errors(schedule: FaultSchedule, plan: PodPlan) -> bool:
     link is down that KV may then need.
     """
     tes, faults = plan.tes, schedule.faults
-    leaving = {change.server for change in schedule.servers if change.what == "leaves"}
+    moves = schedule.servers
+    leaving = {each.server for each in moves if each.what == "remove server" and each.server is not None}
     if _may_fail_sequences(faults, plan):
         return True
     if plan.deployment.recovery.failover:

@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from xdeepserve.history import History, TEChange
 from xdeepserve.hw.faults import Fault
 from xdeepserve.model.config import ModelConfig
 
@@ -13,25 +14,6 @@ NUM_COMPANIONS = 20
 Subject = Literal["plain", "structured", "int8-combine"]  # a matrix for each, with digests of its own
 LATE = "execution.pin_cores=false"  # launches are late at random
 SIMPLE = ("monolithic", "colocated", "pd")  # run models without routed experts too
-
-
-class TEChange(msgspec.Struct, frozen=True):
-    """A change of the pod while it serves: a TE, or one of its expert servers, is added or taken away."""
-
-    at_ns: int  # of virtual time, from when the prompts come
-    what: Literal["add", "drain", "remove", "add server", "remove server"]
-    te: str  # its name; of one that comes, its role
-    server: int = 0  # its number
-
-
-class Writer(msgspec.Struct, frozen=True):
-    """Earlier run on a deployment, which fills the memory pool for a case.
-
-    Without a deployment, the case itself fills it.
-    """
-
-    deployment: str = ""
-    overrides: tuple[str, ...] = ()
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -51,7 +33,7 @@ class Case(msgspec.Struct, frozen=True):
     clients_lost: int = 0  # clients of expert servers likewise
     servers_back: int = 0  # of these, those in whose place another one has come
     rollbacks: int = 0  # times, at least, that steps are run again meanwhile
-    pool: Writer | None = None  # there is a memory pool, and prefixes come from it
+    pool: History | Literal["own"] | None = None  # a memory pool, filled by this, or by the case itself
     evicts: bool = False  # that has no room for more
     beside: str | None = None  # the deployment of a second model that serves on the same pod
     arrivals: int | None = None  # seed of random arrival times, else all come at once

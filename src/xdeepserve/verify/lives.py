@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from xdeepserve.history import TEChange
 from xdeepserve.hw.faults import Fault
 from xdeepserve.model.config import ModelConfig
-from xdeepserve.verify.case import Case, TEChange, prefill_and_decode
+from xdeepserve.verify.case import Case, prefill_and_decode
 
-MS = 1_000_000
+MS = 1000.0  # us
 ONE_FOR_ANOTHER = (TEChange(1 * MS, "add", "both"), TEChange(4 * MS, "remove", "te"))
 BACK_AGAIN = (*ONE_FOR_ANOTHER, TEChange(6 * MS, "add", "both"), TEChange(8 * MS, "drain", "te 1"))
 BOTH_SIDES = (

@@ -10,6 +10,7 @@ import msgspec
 from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import PRESETS, resolve
 from xdeepserve.errors import DeploymentError, InputError, meant
+from xdeepserve.history import Told
 from xdeepserve.llm import digest
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.config import ModelConfig
@@ -17,7 +18,7 @@ from xdeepserve.model.presets import resolve_model
 from xdeepserve.model.weights import RECIPES, Recipe
 from xdeepserve.verify.case import Case, Subject
 from xdeepserve.verify.forms import is_spelt
-from xdeepserve.verify.outputs import SECOND_MODEL, Served, reference_outputs, run_case, second_alone
+from xdeepserve.verify.outputs import SECOND_MODEL, reference_outputs, run_case, second_alone
 from xdeepserve.verify.ways import all_cases
 
 # Which rows of the matrix a model allows, and why not the others.
@@ -142,36 +143,41 @@ def verify(
         expected = ""
         for case in chosen:
             begins(f"{recipe} {case.deployment}, {case.variant}", len(rows), total)
-            served = run_case(checkpoint, recipe, case)
+            told, second = run_case(checkpoint, recipe, case)
             if not expected:
-                expected = digest(reference_outputs(checkpoint, recipe, served.outputs, subject))
+                expected = digest(reference_outputs(checkpoint, recipe, told.outputs, subject))
                 rows.append(MatrixRow(recipe, "reference", "NumPy, no batch, no cache", expected, True))
-            rows.append(_row(recipe, case, served, expected))
+            rows.append(_row(recipe, case, told, second, expected))
             report(rows[-1], len(rows), total)
     return rows
 
 
-def _row(recipe: Recipe, case: Case, served: Served, expected: str) -> MatrixRow:
+def _row(recipe: Recipe, case: Case, told: Told, second: str | None, expected: str) -> MatrixRow:
     """Make the line of a case: compare its bits with the reference's, its second model's with that model
     alone, and its counts with what the case asks for."""
-    value = digest(served.outputs)
+    value, stats = told.digest, told.stats
     is_equal, missing = value == expected, ""
-    if served.second is not None and served.second != second_alone():
+    alive = [te for te in stats.health if te.name not in told.lost]
+    num_masked, num_missed = (
+        sum(len(te.lost_servers) for te in alive),
+        sum(len(te.lost_groups) for te in alive),
+    )
+    if second is not None and second != second_alone():
         is_equal, missing = False, f"{SECOND_MODEL} beside it does not answer as it does alone"
-    elif served.num_reconfigurations < case.reconfigurations:
-        missing = f"{served.num_reconfigurations} of {case.reconfigurations} reconfigurations"
-    elif case.pool is not None and not served.num_pooled:
+    elif stats.num_reconfigurations < case.reconfigurations:
+        missing = f"{stats.num_reconfigurations} of {case.reconfigurations} reconfigurations"
+    elif case.pool is not None and not stats.pool_hits:
         missing = "nothing came from the memory pool"
-    elif case.evicts and not served.num_evicted:
+    elif case.evicts and not stats.pool.get("dram evictions"):
         missing = "nothing was evicted from the memory pool"
-    elif served.num_masked != (num_out := case.servers_lost - case.servers_back):
-        missing = f"the monitor holds {served.num_masked} servers for lost, not {num_out}"
-    elif served.num_missed != case.clients_lost:
-        missing = f"{served.num_missed} clients were lost, not {case.clients_lost}"
-    elif served.num_lost != (losses := case.num_lost - case.servers_lost - case.clients_lost):
-        missing = f"{served.num_lost} TEs were lost with {losses} dies"
-    elif served.num_rollbacks < case.rollbacks:
-        missing = f"steps were run again {served.num_rollbacks} of {case.rollbacks} times"
+    elif num_masked != (num_out := case.servers_lost - case.servers_back):
+        missing = f"the monitor holds {num_masked} servers for lost, not {num_out}"
+    elif num_missed != case.clients_lost:
+        missing = f"{num_missed} clients were lost, not {case.clients_lost}"
+    elif len(told.lost) != (losses := case.num_lost - case.servers_lost - case.clients_lost):
+        missing = f"{len(told.lost)} TEs were lost with {losses} dies"
+    elif stats.num_recoveries["3"] < case.rollbacks:
+        missing = f"steps were run again {stats.num_recoveries['3']} of {case.rollbacks} times"
     return MatrixRow(recipe, case.deployment, case.variant, value, is_equal, missing)
 
 

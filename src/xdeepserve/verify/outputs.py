@@ -7,22 +7,19 @@ import copy
 import functools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import NamedTuple, get_args
 
 import msgspec
 import numpy as np
 
-from xdeepserve.engine.deploy.deployment import Role
 from xdeepserve.engine.dp.sampling_params import SamplingParams
-from xdeepserve.engine.serving.engine import Engine
+from xdeepserve.history import History, Told, serve
 from xdeepserve.llm import LLM, CompletionOutput, RequestOutput, digest
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.reference import Reference
 from xdeepserve.model.sampling import philox4x32, sample
 from xdeepserve.model.weights import Recipe
-from xdeepserve.verify.case import NUM_COMPANIONS, Case, Subject, TEChange
+from xdeepserve.verify.case import NUM_COMPANIONS, Case, Subject
 from xdeepserve.verify.forms import FORM, FORM_TOKENS, form_grammars, masks
 from xdeepserve.verify.pools import pool_of
 
@@ -62,119 +59,58 @@ def _params(index: int, form: bool = False) -> SamplingParams:
     )
 
 
-class Served(NamedTuple):
-    """Outputs and counters of a case."""
+def run_case(checkpoint: Checkpoint, recipe: Recipe, case: Case) -> tuple[Told, str | None]:
+    """Serve the prompts the way `case` says; return what came of them, without their companions.
 
-    outputs: list[RequestOutput]  # of the prompts, without their companions
-    num_reconfigurations: int
-    num_pooled: int  # tokens of prompts that came from the memory pool
-    num_evicted: int  # copies in DRAM that others came for
-    num_lost: int  # TEs that have failed
-    num_rollbacks: int
-    num_masked: int  # expert servers that the monitor holds for lost
-    num_missed: int  # clients of expert servers that their TEs go on without
-    second: str | None  # digest of what a second model answered beside it, if there was one
-
-
-def run_case(checkpoint: Checkpoint, recipe: Recipe, case: Case) -> Served:
-    """Serve the prompts the way `case` says, and return outputs and counters."""
-    wanted = prompts(checkpoint.config)
+    The second value is the digest of what a second model answered beside them, None if there was none.
+    """
+    config = checkpoint.config
+    wanted = prompts(config)
     params = [_params(i, case.form) for i in range(len(wanted))]
-
+    others: list[list[int]] = []
+    if case.crowded:
+        others = [_seeded_ids(config, 100 + i, 5 + 3 * i) for i in range(NUM_COMPANIONS)]
+    half = len(others) // 2
+    companions = [_params(0)] * half
+    arrivals = None
+    if case.arrivals is not None:
+        count = len(others) + len(wanted)
+        arrivals = [_random(case.arrivals, 3, i) % ARRIVAL_SPAN_NS for i in range(count)]
     answers: list[RequestOutput] = []  # of a second model
 
-    def fill(deployment: str, overrides: tuple[str, ...]) -> None:
-        with LLM(checkpoint, deployment, recipe, overrides=overrides) as llm:
-            llm.generate(wanted, params)
+    def fill(writer: History) -> None:
+        asked = {"prompts": wanted, "params": params, "precision": recipe, "model": checkpoint}
+        serve(msgspec.structs.replace(writer, **asked))
 
-    with (
-        pool_of(case, fill) as overrides,
-        LLM(
-            checkpoint,
-            case.deployment,
-            recipe,
-            overrides=overrides,
-            clock_seed=case.clock_seed,
-            faults=case.faults,
-        ) as llm,
-    ):
+    @contextlib.contextmanager
+    def around(llm: LLM) -> Iterator[None]:
         if case.evicts and llm.engine.plan.pool_use is not None:
             llm.engine.plan.pool_use.crowd()
         if case.repeated:
             llm.generate(wanted, params)
             # So many that what is kept in HBM goes, where there are few blocks; the pool has it still.
             count = 4 if case.pool is None else 4 * len(llm.engine.groups)
-            llm.generate([_seeded_ids(checkpoint.config, 50 + i, 90) for i in range(count)], _params(0))
-        if case.alone:
-            outputs = [
-                llm.generate([ids], [one], keep_logits=True)[0]
-                for ids, one in zip(wanted, params, strict=True)
-            ]
-        else:
-            others: list[list[int]] = []
-            if case.crowded:
-                others = [_seeded_ids(checkpoint.config, 100 + i, 5 + 3 * i) for i in range(NUM_COMPANIONS)]
-            half = len(others) // 2
-            batch = [*others[:half], *wanted, *others[half:]]
-            companions = [_params(0)] * half
-            every = [*companions, *params, *companions][: len(batch)]
-            arrivals = None
-            if case.arrivals is not None:
-                arrivals = [_random(case.arrivals, 3, i) % ARRIVAL_SPAN_NS for i in range(len(batch))]
-            with contextlib.ExitStack() as stack:
-                if case.beside is not None:
-                    stack.enter_context(_second_model(llm, case.beside, answers))
-                made = llm.generate(
-                    batch,
-                    every,
-                    keep_logits=True,
-                    arrivals_ns=arrivals,
-                    meanwhile=partial(change_tes, case.life) if case.life else None,
-                )
-            outputs = made[half : half + len(wanted)]
-        return _served(llm.engine, outputs, digest(answers) if case.beside is not None else None)
+            llm.generate([_seeded_ids(config, 50 + i, 90) for i in range(count)], _params(0))
+        with contextlib.nullcontext() if case.beside is None else _second_model(llm, case.beside, answers):
+            yield
 
-
-def _served(engine: Engine, outputs: list[RequestOutput], second: str | None) -> Served:
-    """Collect the outputs with the counters of their engine, after a check of the engine's integrity."""
-    engine.check_integrity()
-    stats = engine.stats()
-    return Served(
-        outputs,
-        stats.num_reconfigurations,
-        stats.pool_hits,
-        stats.pool.get("dram evictions", 0),
-        len(engine.lost),
-        stats.num_recoveries["3"],
-        sum(len(te.members.lost_servers) for te in engine.je.tes),
-        sum(len(te.members.lost_clients) for te in engine.je.tes),
-        second,
-    )
-
-
-async def change_tes(life: Sequence[TEChange], engine: Engine) -> None:
-    """Add, drain and remove TEs and expert servers, each at its virtual time."""
-    clock = engine.plan.pod.clock
-    start = clock.now
-    for change in life:
-        await clock.sleep_until(max(clock.now, start + change.at_ns))
-        match change.what:
-            case "add":
-                role: Role = next(role for role in get_args(Role) if role == change.te)
-                await engine.add_te(role)
-            case "drain":
-                await engine.drain(change.te)
-            case "remove":
-                await engine.remove(change.te)
-            case "add server":
-                for _ in range(10_000):  # how soon its place is free depends on the model
-                    seats = {seat.server: seat.presence for seat in engine.servers()}
-                    if seats[change.server] != "there":
-                        break
-                    await clock.sleep(100_000)
-                await engine.add_server(change.te, change.server)
-            case "remove server":
-                await engine.remove_server(change.te, change.server)
+    with pool_of(case, fill) as settings:
+        history = History(
+            case.deployment,
+            settings,
+            [*others[:half], *wanted, *others[half:]],
+            [*companions, *params, *companions],
+            arrivals_ns=arrivals,
+            faults=case.faults,
+            life=case.life,
+            clock_seed=case.clock_seed,
+            precision=recipe,
+            model=checkpoint,
+            in_turn=case.alone,
+        )
+        told = serve(history, around=around)
+    told = told._replace(outputs=told.outputs[half : half + len(wanted)])
+    return told, None if case.beside is None else digest(answers)
 
 
 @contextlib.contextmanager
@@ -189,8 +125,7 @@ def _second_model(llm: LLM, deployment: str, answers: list[RequestOutput]) -> It
 @functools.cache
 def second_alone() -> str:
     """Digest of the second model's answers on a pod of its own."""
-    with LLM(SECOND_MODEL) as llm:
-        return digest(llm.generate(SECOND_PROMPTS, _params(0), keep_logits=True))
+    return serve(History("monolithic", (), SECOND_PROMPTS, _params(0), model=SECOND_MODEL)).digest
 
 
 def in_the_arithmetic_of(subject: Subject, checkpoint: Checkpoint) -> Checkpoint:

@@ -6,11 +6,12 @@ from __future__ import annotations
 import msgspec
 
 from xdeepserve.engine.deploy.teams import num_routed_experts
+from xdeepserve.history import TEChange
 from xdeepserve.hw.faults import Fault
 from xdeepserve.model.config import ModelConfig
-from xdeepserve.verify.case import LATE, Case, TEChange
+from xdeepserve.verify.case import LATE, Case
 
-MS = 1_000_000
+MS = 1000.0  # us
 MANY = 32  # experts: more dies than that take their time
 COPIES = "experts.copies=1"
 SOON = ("services.heartbeat_ms=0.2", "services.answer_timeout_ms=2")

@@ -17,15 +17,17 @@ the loss of its share of the capacity. The new process also uses cores while it 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator
+
+import msgspec
 
 from xdeepserve.bench.papers import eaas_full_size
 from xdeepserve.bench.report import Row
 from xdeepserve.comm.services.layout import Presence
-from xdeepserve.engine.dp.events import Observed, ServerHeard, StepEnded
+from xdeepserve.engine.dp.events import ServerHeard, StepEnded
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.errors import XDeepServeError
+from xdeepserve.history import History, Told, serve
 from xdeepserve.hw.faults import Fault
 from xdeepserve.llm import LLM
 from xdeepserve.remote.servers_outside import ServersOutside
@@ -44,18 +46,6 @@ VICTIM = 5  # server
 PATIENCE_S = 300.0
 
 
-class Decoded(NamedTuple):
-    """A run in virtual time: times of tokens, the time at which a loss was known, token ids, and steps.
-
-    `steps` holds the beginning and end of each step of each DP group, in order.
-    """
-
-    tokens: list[int]
-    heard_ns: int
-    ids: list[list[int]]
-    steps: dict[str, list[tuple[int, int]]]
-
-
 def all_rows() -> Iterator[Row]:
     """Yield all rows; virtual time comes first."""
     yield from eaas_full_size.rows()
@@ -67,47 +57,39 @@ def all_rows() -> Iterator[Row]:
 def lost_in_the_pod() -> Iterator[Row]:
     """Measure the loss of a single server of 64 at half of the tokens, compared with the run without the
     loss."""
-    quiet = _serve(())
-    half_ns = sorted(quiet.tokens)[len(quiet.tokens) // 2]
-    lost = _serve((Fault(half_ns / 1e3, CLIENTS + VICTIM, "lost"),))
-    if lost.ids != quiet.ids:
-        raise XDeepServeError("bench eaas: the loss of a server has changed tokens")
+    history = History("eaas", POD, _prompts(), _params(), model="tiny")
+    quiet = serve(history, hears=(StepEnded,))
+    without = quiet.token_times
+    half_ns = sorted(without)[len(without) // 2]
+    fault = Fault(half_ns / 1e3, CLIENTS + VICTIM, "lost")
+    lost = serve(msgspec.structs.replace(history, faults=(fault,)), hears=(StepEnded, ServerHeard))
+    if lost.digest != quiet.digest:
+        raise XDeepServeError("bench eaas: the loss of a server has changed bits")
+    heard_ns = next(at for at, event in lost.events if isinstance(event, ServerHeard) and event.is_lost)
     prefix = f"eaas/pod/lost=1_of_{SERVERS}"
-    yield Row(f"{prefix}/until_found", (lost.heard_ns - half_ns) / 1e6, "ms", "measured")
-    later = max(lost.tokens) - max(quiet.tokens)
+    yield Row(f"{prefix}/until_found", (heard_ns - half_ns) / 1e6, "ms", "measured")
+    later = max(lost.token_times) - max(without)
     yield Row(f"{prefix}/last_token_later", later / 1e6, "ms", "measured")
-    rate = len(quiet.tokens) / max(quiet.tokens) * 1e9
+    rate = len(without) / max(without) * 1e9
     yield Row(f"{prefix}/tokens_per_s_without", rate, "1/s", "measured")
+    before = _steps(quiet)
     alike = [
         (there, here)
-        for group, steps in lost.steps.items()
-        for there, here in zip(steps, quiet.steps[group], strict=False)
-        if there[0] > lost.heard_ns
+        for group, steps in _steps(lost).items()
+        for there, here in zip(steps, before[group], strict=False)
+        if there.start_ns > heard_ns
     ]
-    took, would = (sum(end - begin for begin, end in each) for each in zip(*alike, strict=True))
+    took, would = (sum(step.end_ns - step.start_ns for step in each) for each in zip(*alike, strict=True))
     drop = 100 * (1 - would / took)
     yield Row(f"{prefix}/drop_once_found", drop, "%", "measured", "EaaS 5.4: less than 2 %")
 
 
-def _serve(faults: Sequence[Fault]) -> Decoded:
-    """Answer the prompts in virtual time, with faults."""
-    tokens: list[int] = []
-    heard: list[int] = []
-    steps: dict[str, list[tuple[int, int]]] = {}
-    with LLM("tiny", "eaas", overrides=POD, faults=faults) as llm:
-        clock = llm.engine.plan.pod.clock
-
-        def observe(event: Observed) -> None:
-            if isinstance(event, StepEnded):
-                tokens.extend(event.end_ns for share in event.shares for _ in share.token_ids)
-                steps.setdefault(str(event.group), []).append((event.start_ns, event.end_ns))
-            elif isinstance(event, ServerHeard) and event.is_lost:
-                heard.append(clock.now)
-
-        llm.engine.observe(observe)
-        outputs = llm.generate(_prompts(), _params())
-    ids = [list(each.outputs[0].token_ids) for each in outputs]
-    return Decoded(tokens, heard[0] if heard else 0, ids, steps)
+def _steps(told: Told) -> dict[str, list[StepEnded]]:
+    """Steps of each DP group, in order."""
+    steps: dict[str, list[StepEnded]] = {}
+    for step in told.of(StepEnded):
+        steps.setdefault(str(step.group), []).append(step)
+    return steps
 
 
 def _prompts() -> list[list[int]]:

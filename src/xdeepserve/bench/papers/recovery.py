@@ -16,13 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from xdeepserve.bench.report import Row, pyplot
-from xdeepserve.engine.dp.events import Mended, Observed, StepEnded, TEChanged
+from xdeepserve.engine.dp.events import Mended, StepEnded, TEChanged
 from xdeepserve.engine.dp.sampling_params import SamplingParams
+from xdeepserve.history import History, Told, serve
 from xdeepserve.hw.faults import Fault
-from xdeepserve.llm import LLM
 
 POD = ("prefill.dies=1", "decode.count=2", "decode.dies=2", "max_model_len=128", "scheduler.max_num_seqs=16")
 NUM_PROMPTS, NUM_TOKENS = 16, 48
@@ -35,28 +34,11 @@ SHOWN = 15  # slices
 NUM_RANKS, RANKS_LOST = 32, (1, 2, 4, 8, 16)
 
 
-class Life(NamedTuple):
-    """A run, in ns of virtual time: tokens, rollbacks and steps.
-
-    `tokens` are the times of tokens, `rollbacks` durations, and `steps` the beginnings and ends of the last
-    decode TE's steps.
-    """
-
-    tokens: list[int]
-    rollbacks: list[int]
-    steps: list[tuple[int, int]]
-
-    @property
-    def end_ns(self) -> int:
-        """Time of the last token's leaving the pod [ns]."""
-        return max(self.tokens)
-
-
 def all_rows() -> Iterator[Row]:
     """Yield rows of every way, the run without faults first."""
-    quiet = serve((), ())
-    slice_ns = quiet.end_ns / SLICES
-    at_us = sum(quiet.steps[len(quiet.steps) // 2]) / 2000
+    quiet = decoded((), ())
+    slice_ns = max(quiet.token_times) / SLICES
+    at_us = _middle_us(quiet, "decode 1")
     glitch = Fault(at_us, DIE, "glitch", code="aicore-exception")
     ways: tuple[tuple[str, tuple[str, ...], tuple[Fault, ...]], ...] = (
         ("none", (), ()),
@@ -66,68 +48,63 @@ def all_rows() -> Iterator[Row]:
         ("lost/stage=2/failover", ("recovery.failover=true",), (Fault(at_us, DIE, "lost"),)),
     )
     for name, settings, faults in ways:
-        yield from _rows_of(name, serve(settings, faults) if faults else quiet, quiet, slice_ns)
-    alone = serve(ONE, (), "decode 0")
-    at_us = sum(alone.steps[len(alone.steps) // 2]) / 2000
+        yield from _rows_of(name, decoded(settings, faults) if faults else quiet, quiet, slice_ns)
+    alone = decoded(ONE, ())
+    at_us = _middle_us(alone, "decode 0")
     gone = tuple(Fault(at_us + number, die, "lost") for number, die in enumerate(DIES_OF_ONE))
-    yield from _rows_of("lost/stage=1", serve(ONE, gone), alone, alone.end_ns / SLICES)
+    yield from _rows_of("lost/stage=1", decoded(ONE, gone), alone, max(alone.token_times) / SLICES)
     for num_lost in RANKS_LOST:
         recovery_ns, num_dies = scaled_down(num_lost)
         yield Row(f"recovery/ranks_lost={num_lost}/recovery", recovery_ns / 1e9, "s", "predicted")
         yield Row(f"recovery/ranks_lost={num_lost}/dies_left", num_dies, "dies", "predicted")
 
 
-def _rows_of(name: str, life: Life, quiet: Life, slice_ns: float) -> Iterator[Row]:
+def _rows_of(name: str, told: Told, quiet: Told, slice_ns: float) -> Iterator[Row]:
     """Compute the delay of the last token, the durations of rollbacks, and tokens per second in each
     slice."""
-    prefix = f"recovery/{name}"
-    yield Row(f"{prefix}/last_token_later", (life.end_ns - quiet.end_ns) / 1e6, "ms", "measured")
-    for rollback_ns in life.rollbacks:
-        yield Row(f"{prefix}/rollback", rollback_ns / 1e3, "us", "measured")
+    prefix, tokens = f"recovery/{name}", told.token_times
+    yield Row(f"{prefix}/last_token_later", (max(tokens) - max(quiet.token_times)) / 1e6, "ms", "measured")
+    for at_ns, event in told.events:
+        if isinstance(event, Mended):
+            yield Row(f"{prefix}/rollback", (at_ns - event.begun_ns) / 1e3, "us", "measured")
     for number in range(SHOWN):
         begin = number * slice_ns
-        count = sum(begin <= at < begin + slice_ns for at in life.tokens)
+        count = sum(begin <= at < begin + slice_ns for at in tokens)
         value = count / slice_ns * 1e9
         yield Row(f"{prefix}/tokens_per_s/slice={number}", value, "1/s", "measured")
 
 
-def serve(settings: Sequence[str], faults: Sequence[Fault], last: str = "decode 1") -> Life:
-    """Answer the prompts; `last` is the last decode TE's name."""
-    life = Life([], [], [])
-    with LLM("tiny", "pd", overrides=[*POD, *settings], faults=faults) as llm:
-        clock = llm.engine.plan.pod.clock
+def decoded(settings: tuple[str, ...], faults: Sequence[Fault]) -> Told:
+    """Answer the prompts with faults."""
+    prompts = [[10 + i, 20 + 3 * i, 30, 40 + i] for i in range(NUM_PROMPTS)]
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+    history = History("pd", (*POD, *settings), prompts, params, faults=faults, model="tiny")
+    return serve(history, hears=(StepEnded, Mended))
 
-        def observe(event: Observed) -> None:
-            if isinstance(event, StepEnded):
-                life.tokens.extend(event.end_ns for share in event.shares for _ in share.token_ids)
-                if event.group.te == last:
-                    life.steps.append((event.start_ns, event.end_ns))
-            elif isinstance(event, Mended):
-                life.rollbacks.append(clock.now - event.begun_ns)
 
-        llm.engine.observe(observe)
-        params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
-        llm.generate([[10 + i, 20 + 3 * i, 30, 40 + i] for i in range(NUM_PROMPTS)], params)
-    return life
+def _middle_us(told: Told, te: str) -> float:
+    """Return the middle of a TE's middle step [us]."""
+    steps = [step for step in told.of(StepEnded) if step.group.te == te]
+    middle = steps[len(steps) // 2]
+    return (middle.start_ns + middle.end_ns) / 2000
 
 
 def scaled_down(num_lost: int) -> tuple[int, int]:
     """Measure the time from the loss of a TE of 32 dies until another takes its place [ns], and count that
     TE's dies."""
-    settings = (f"dies={NUM_RANKS}", "recovery.failover=true", "max_model_len=256")
-    faults = [Fault(100.0 + die, NUM_RANKS - 1 - die, "lost") for die in range(num_lost)]
-    at: dict[str, int] = {}
-    with LLM("deepseek-r1", "colocated", overrides=settings, faults=faults, timing_only=True) as llm:
-        engine = llm.engine
-
-        def observe(event: Observed) -> None:
-            if isinstance(event, TEChanged):
-                at[event.life] = engine.plan.pod.clock.now
-
-        engine.observe(observe)
-        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True))
-        (te,) = engine.tes()
-        return at["ready"] - at["lost"], len(te.dies)
+    history = History(
+        "colocated",
+        (f"dies={NUM_RANKS}", "recovery.failover=true", "max_model_len=256"),
+        [[1, 2, 3]],
+        SamplingParams(max_tokens=2, ignore_eos=True),
+        faults=[Fault(100.0 + die, NUM_RANKS - 1 - die, "lost") for die in range(num_lost)],
+        model="deepseek-r1",
+        is_timing_only=True,
+    )
+    told = serve(history, hears=(TEChanged,))
+    at = {event.life: at_ns for at_ns, event in told.events if isinstance(event, TEChanged)}
+    (te,) = told.tes
+    return at["ready"] - at["lost"], len(te.dies)
 
 
 def plot(rows: list[Row], path: Path) -> None:
