@@ -110,7 +110,7 @@ class MetExchanges(ColocatedLockstep):
             self.spaces = [executor.mem.layer_workspace(part) for executor in executors]
         self.lane = f"XCCL microbatch {part}" if overlaps else "XCCL"
         self.part, self._meetings = part, dict[tuple[str, int], Meeting[None]]()
-        self.cuts = np.zeros((len(executors), 2), np.int64)
+        self.cuts = [np.zeros((len(executors), 2), np.int64)]
         self.inputs = np.zeros((len(executors), a.NUM_INPUTS), np.int64)
 
     def join(self) -> None:
@@ -131,7 +131,7 @@ class MetExchanges(ColocatedLockstep):
     async def dispatch(self, place: MetPlace, x: Array, topk_idx: Array, event_id: int) -> Received:
         """Take a rank's part in a dispatch; return the shape of its experts' rows, computed already."""
         mine, rank = place.runner.frame.mine, place.rank
-        self.cuts[rank, 1], self.inputs[rank, a.H] = len(mine), tables.address(mine)
+        self.cuts[0][rank, 1], self.inputs[rank, a.H] = len(mine), tables.address(mine)
         await self._meet("dispatch", place, event_id)
         return received(int(self.received[place.at, rank].sum()), mine.shape[1])
 
@@ -151,9 +151,13 @@ class MetExchanges(ColocatedLockstep):
         Token copies for routed experts; the number of experts with rows; rows for a copy of the shared
         expert.
         """
-        rows = self.cuts[:, 1]
-        counts = self.billed(place.rank, received, int(self.copied(rows)[place.rank]), rows)
-        return counts.copies, counts.touched, counts.shared
+        copied, mem = int(self.copied()[place.rank]), self.executors[place.rank].mem
+        routed, mean = (
+            received - copied,
+            int(self.rows.sum()) * self.shape.top_k / mem.placed.num_primary_dies,
+        )
+        copies = self.timetable.spec.billed_copies(routed, mean)
+        return copies, min(routed, len(mem.slots)), copied
 
     async def _meet(self, op: Op, place: MetPlace, event: int) -> None:
         start = place.die.clock.now
@@ -173,7 +177,7 @@ class MetExchanges(ColocatedLockstep):
                 self.clock, name, event, range(len(self.dies)), timeout_ns, lambda met: self._settle(key, at)
             )
         meeting = self._meetings[key]
-        meeting.come(rank, self.cuts[rank, 1])
+        meeting.come(rank, self.cuts[0][rank, 1])
         await meeting.wait(rank)
         return meeting
 
@@ -193,4 +197,4 @@ class MetExchanges(ColocatedLockstep):
         self.check(self.faults[at][which], self.twin.ops[which], "rank", event)
         slowness = max(die.slowness for die in self.dies)
         wait_ns = max(0, self._free_ns() - self.clock.now)
-        return wait_ns + slowness * self.exchange_ns(op, int(self.cuts[:, 1].max())), None
+        return wait_ns + slowness * self.timetable.exchange_ns(op, int(self.rows.max())), None
