@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from xdeepserve.comm.cost import Op
 from xdeepserve.comm.exchange.layout import Group, Layout
 from xdeepserve.comm.fused.layout import FusedLayout
 from xdeepserve.engine.die.program import Executor
@@ -26,6 +27,7 @@ from xdeepserve.engine.run.lockstep.lockstep import Call, Lockstep
 from xdeepserve.engine.run.lockstep.shares import Contribution
 from xdeepserve.engine.run.lockstep.timetable import Ns, Timetable
 from xdeepserve.engine.walk.schedule import Visit
+from xdeepserve.engine.ways.among.clock import RankLoad
 from xdeepserve.step.stage import Counts, LayerProgram, stages
 
 ONE = np.ones(1, np.float32)  # the scale of rows that are not quantised
@@ -150,6 +152,15 @@ class ColocatedLockstep(Lockstep):
             return [self.layer(at, self.cuts[0], False) for at in passes.tolist()]
         return [self.twin.layers(self, (passes, is_moe, events))]
 
+    def exchange_rows(self, op: Op, at: int, event: int) -> None:
+        """Make a dispatch with its experts, or a combine, in a pass of dies whose other stages are tasks."""
+        if op == "dispatch":
+            self.spread([self.twin.send(self, event)], [self.twin.answer(self, at, event)])
+        else:
+            self.spread([self.twin.collect(self, at, event)])
+        which = int(op == "combine")
+        self.check(self.faults[at, which], self.twin.ops[which], "rank", event)
+
     def check_faults(self, visits: Sequence[Visit], passes: Sequence[int]) -> None:
         """Raise ProtocolError for the first fault that a die has found, if there is any."""
         if self._exchange is None or not self.faults.any():
@@ -166,6 +177,18 @@ class ColocatedLockstep(Lockstep):
             return np.zeros((0, 1, len(self.executors)), np.int64)
         received = self.received[layers].sum(axis=2)[:, None]
         return self.prices.of(layers, received, self.copied()[None], self.rows.sum(keepdims=True))
+
+    def loads(self, at: int) -> list[RankLoad]:
+        """Return what dies have received in a pass, and the work to bill for it.
+
+        Rows for a copy of the shared expert are counted by themselves.
+        """
+        num_rows, loads = int(self.rows.sum()), []
+        received, copied = self.received[at].sum(axis=1).tolist(), self.copied().tolist()
+        for executor, num, shared in zip(self.executors, received, copied, strict=True):
+            copies = self.prices.billed(num - shared, num_rows)
+            loads.append(RankLoad(num, (copies, min(num - shared, len(executor.mem.slots)), shared)))
+        return loads
 
     def _price_experts(self, at: int, rank: int, num_routed: int, num_shared: int, billed: float) -> float:
         """Return the time in ns of a die's experts in a pass, for rows that it has received."""

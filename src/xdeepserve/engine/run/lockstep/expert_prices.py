@@ -71,7 +71,10 @@ class ExpertPrices:
         if key not in known:
             if len(known) >= MAX_KEPT:
                 known.clear()
-            mean = num_tokens * self._top_k / self._num_holders
-            billed = self._spec.billed_copies(count - shared, mean)
+            billed = self.billed(count - shared, num_tokens)
             known[key] = round(self._price_of(*self._examples[kind], count - shared, shared, billed))
         return known[key]
+
+    def billed(self, num_routed: int, num_tokens: int) -> float:
+        """Return the token copies to bill to a die that has received `num_routed` copies of some tokens."""
+        return self._spec.billed_copies(num_routed, num_tokens * self._top_k / self._num_holders)

@@ -138,7 +138,7 @@ class Lockstep(ABC):
         try:
             for die in self.dies:  # one may have been lost since it came
                 die.check_alive()
-            came = np.maximum(came, self._free_ns())
+            came = np.maximum(came, self.free_ns())
             work = self._num_parameters * sum(len(share.h) for share in shares)
             if self._is_ready and work < QUICK:  # the first run may have to compile
                 ends = self._begin(shares, came)
@@ -160,7 +160,7 @@ class Lockstep(ABC):
             waiter.wake(delay_ns=max(0, int(ends[each]) - clock.now))
         await clock.sleep_until(int(ends[member]))
 
-    def _free_ns(self) -> int:
+    def free_ns(self) -> int:
         """Return the time in ns from which all dies reach each other; LinkError if a link between two is
         down."""
         links = self.dies[0].fabric.links
