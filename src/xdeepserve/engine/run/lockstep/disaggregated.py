@@ -103,9 +103,7 @@ class DisaggregatedLockstep(Lockstep):
         ]
         self.ways = [each.attention.reshape(-1, twin.NUM_ATTENTION_COLUMNS) for each in self.items]
         dies = [program.die for program in self.programs]
-        self.timetable = DisaggregatedTimetable(
-            executors, self.exchange.copies, dies, self.num_domains, self.num_microbatches
-        )
+        self.timetable = DisaggregatedTimetable(executors, self.exchange.copies, dies, self.num_domains)
         self._number_of = {at: number for number, at in enumerate(moe_layers)}
         kinds = {
             at: [_kind(program, number) for program in self.programs]

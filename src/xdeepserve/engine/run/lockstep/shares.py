@@ -50,7 +50,7 @@ class RowCounts(NamedTuple):
     @property
     def rows(self) -> npt.NDArray[np.int64]:
         """Number of rows on each die [dies]."""
-        return np.array([num_rows for num_rows, *_ in self.few], np.int64)[self.of_die]
+        return np.array([rows for rows, _, _ in self.few], np.int64)[self.of_die]
 
 
 def addresses(shares: Sequence[Contribution]) -> np.ndarray:

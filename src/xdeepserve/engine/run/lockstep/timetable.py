@@ -155,11 +155,10 @@ class DisaggregatedTimetable(Timetable):
         copies: int,
         expert_dies: Sequence[Die],
         num_domains: int,
-        num_microbatches: int,
     ) -> None:
         super().__init__(executors, copies, num_domains)
         self.expert_dies, self._num_domains = expert_dies, num_domains
-        self._num_microbatches, self._per_domain = num_microbatches, len(self.dies) // num_domains
+        self._per_domain = len(self.dies) // num_domains
         self.expert_drawing = Drawing(expert_dies)
         carrier = executors[0].mem.walk.carrier
         assert carrier != "rdma"  # cards of several kinds of hardware have no twin
@@ -172,26 +171,26 @@ class DisaggregatedTimetable(Timetable):
         self.expert_drawing.begin()
         self.experts = experts.copy()
         self._received = self._sent = int(experts.max(initial=0))
-        # When the buffers of a microbatch of a domain were last free.
-        self._sent_at = [[0] * self._num_domains for _ in range(self._num_microbatches)]
 
     def begin_layers(self) -> None:
         """Compute the times of tokens on their ways."""
         self._times = [self._token_times(counts.rows) for counts in self._counts]
         self._leaves: list[list[int]] = [[] for _ in self._counts]  # of answers, by domain
+        # When the buffers of a microbatch of a domain were last free.
+        self._sent_at = [[0] * self._num_domains for _ in self._counts]
 
     def _token_times(self, rows: Ns) -> TokenTimes:
         """Compute the times of a microbatch with `rows` [A] on each die."""
-        cost, carrier, num_ranks = self.cost, self._carrier, len(self.expert_dies)
+        cost, carrier, copies, num_ranks = self.cost, self._carrier, self.copies, len(self.expert_dies)
         most = [int(mine.max(initial=0)) for mine in rows.reshape(self._num_domains, -1)]
         ops: tuple[Op, Op] = "dispatch", "combine"
         among = [
-            [round(cost.among_ns(op, num_ranks, n, self.copies, carrier, self._per_domain)) for n in most]
+            [round(cost.among_ns(op, num_ranks, n, copies, carrier, self._per_domain)) for n in most]
             for op in ops
         ]
-        counts, of_die = np.unique(rows, return_inverse=True)
-        post = [round(cost.post_ns(count, carrier)) for count in counts.tolist()]
-        back = [round(cost.return_ns(count, self.copies, carrier)) for count in counts.tolist()]
+        few, of_die = np.unique(rows, return_inverse=True)
+        post = [round(cost.post_ns(count, carrier)) for count in few.tolist()]
+        back = [round(cost.return_ns(count, copies, carrier)) for count in few.tolist()]
         return TokenTimes(np.array(post)[of_die], np.array(back)[of_die], *among)
 
     async def meet(self, meet: Meet) -> None:
