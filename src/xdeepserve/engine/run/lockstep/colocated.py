@@ -179,7 +179,7 @@ class ColocatedLockstep(Lockstep):
         return self.prices.of(layers, received, self.copied()[None], self.rows.sum(keepdims=True))
 
     def loads(self, at: int) -> list[RankLoad]:
-        """Return what dies have received in a pass, and the work to bill for it.
+        """List the loads of all dies in a pass: rows received, and the work to bill for them.
 
         Rows for a copy of the shared expert are counted by themselves.
         """

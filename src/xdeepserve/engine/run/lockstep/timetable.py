@@ -143,7 +143,7 @@ class Timetable(Runner):
 
 
 async def _end_layer(layer_idx: int) -> None:
-    """Do nothing: nobody is told of single layers of a run."""
+    """Ignore the end of a layer, which only dies as tasks report."""
 
 
 class DisaggregatedTimetable(Timetable):

@@ -196,7 +196,7 @@ class DrawnLoads:
         return price_ns, [self._of(rank, load) for rank in range(self.num_ranks)]
 
     def _of(self, rank: int, load: ExchangeLoad) -> RankLoad:
-        """Return a rank's load.
+        """Compute the load of a rank from that of all ranks.
 
         Where no die is said to have copies of the shared expert, they are billed as rows of a routed expert.
         Where a die may have both, the hotter one is billed.
