@@ -44,7 +44,8 @@ from xdeepserve.engine.run.lockstep.heads import Heads
 from xdeepserve.engine.run.lockstep.kernels import one_die
 from xdeepserve.engine.run.lockstep.kernels import sync as sync_kernels
 from xdeepserve.engine.run.lockstep.kernels.attention import FEW, MANY, SCRATCH
-from xdeepserve.engine.run.lockstep.lockstep import Contribution, Lockstep, RowCounts
+from xdeepserve.engine.run.lockstep.lockstep import Lockstep
+from xdeepserve.engine.run.lockstep.shares import Contribution, RowCounts
 from xdeepserve.errors import DeploymentError, XDeepServeError
 from xdeepserve.llm import LLM, build_engine, digest
 from xdeepserve.step.frame import Batch, Ends, Frame

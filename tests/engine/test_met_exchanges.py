@@ -8,8 +8,9 @@ from msgspec.structs import replace
 from tests.engine.lockstep import GREEDY, PRECISIONS, PROMPTS, SLOTS, TWO, check_colocated, skip
 from xdeepserve import LLM
 from xdeepserve.comm.exchange.rows import Received
+from xdeepserve.engine.numbers import DieRank
 from xdeepserve.engine.run.lockstep import colocated
-from xdeepserve.engine.run.lockstep.met_exchanges import MetExchanges, MetPlace
+from xdeepserve.engine.ways.among.clock import AmongClock
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.history import History, serve
 from xdeepserve.hw.faults import Fault
@@ -67,14 +68,14 @@ def steps_of(lanes: set[tuple[int, str, str]]) -> set[tuple[int, str, str]]:
 
 
 def test_a_die_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    dispatch = MetExchanges.dispatch
+    dispatch = AmongClock.dispatch
 
-    async def absent(self: MetExchanges, place: MetPlace, x: Array, topk_idx: Array, event: int) -> Received:
-        if place.rank == 2:
-            await place.die.clock.sleep(10**12)
-        return await dispatch(self, place, x, topk_idx, event)
+    async def absent(self: AmongClock, rank: DieRank, x: Array, topk_idx: Array, event: int) -> Received:
+        if rank == 2:
+            await self.clock.sleep(10**12)
+        return await dispatch(self, rank, x, topk_idx, event)
 
-    monkeypatch.setattr(MetExchanges, "dispatch", absent)
+    monkeypatch.setattr(AmongClock, "dispatch", absent)
     message = "dispatch: deadline passed .* waits for peer .2., field event 1: expected 4, seen 3"
     with (
         LLM("tiny-random", "colocated", overrides=["dies=4", "tp=2", "lockstep=true"]) as llm,

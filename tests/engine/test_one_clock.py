@@ -141,7 +141,7 @@ def test_tasks_and_time_only(monkeypatch: pytest.MonkeyPatch, settings: tuple[st
         assert isinstance(wiring, ClockWiring)
         monkeypatch.setattr(Reconfiguration, "collected", lambda _: next(given))
         drawn = iter(received)
-        wiring.among[0].routing.counts = (  # type: ignore[method-assign]
+        wiring.loads[0].routing.counts = (  # type: ignore[method-assign]
             lambda event, stream, copies, kept=[]: kept.pop() if kept else _both(kept, next(drawn))
         )
 

@@ -21,7 +21,7 @@ from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.numbers import DieRank
 from xdeepserve.engine.walk.timeline import Timeline
 from xdeepserve.engine.ways.among import clock as among_clock
-from xdeepserve.engine.ways.among.clock import AmongClock
+from xdeepserve.engine.ways.among.clock import AmongClock, DrawnLoads
 from xdeepserve.engine.ways.meeting import Meeting
 from xdeepserve.engine.ways.routing import Routing, TimingConfig
 from xdeepserve.errors import CheckpointError, DeadlineError, DeploymentError
@@ -191,7 +191,8 @@ async def test_spreads_of_old_events_are_forgotten(
         pod.plan(die)
     pod.materialise()
     clock = pod.clock
-    hub = AmongClock(clock, cost, small_r1.config, range(2), TimingConfig(), 1000)
+    loads = DrawnLoads(cost, small_r1.config, 2, TimingConfig())
+    hub = AmongClock(clock, range(2), 1000, loads.settle, small_r1.config.num_experts_per_tok)
     x, nobody = np.zeros((1, small_r1.config.hidden_size), np.float32), np.zeros((1, 0), np.int32)
 
     async def rank(number: DieRank) -> None:

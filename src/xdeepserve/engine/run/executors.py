@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import TypeAlias
 
 import msgspec
 
@@ -12,7 +13,8 @@ from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.program import Executor, Traversal
 from xdeepserve.engine.die.workspace import Workspace
 from xdeepserve.engine.numbers import DieRank
-from xdeepserve.engine.run.wiring import Wiring
+from xdeepserve.engine.run.clock.wiring import ClockWiring
+from xdeepserve.engine.run.wiring import ByteWiring
 from xdeepserve.engine.walk.runner import Pace, Runner
 from xdeepserve.engine.walk.schedule import CoreSplit, Schedule, away_and_back, in_slices, overlap, serial
 from xdeepserve.hw.queue import Queue
@@ -24,6 +26,9 @@ from xdeepserve.step.linear import Threads
 from xdeepserve.step.o_proj import shared_out_proj
 from xdeepserve.step.shard import overlapped, sp_tp_sp, tensor_parallel
 from xdeepserve.step.stage import LayerProgram
+
+Wiring: TypeAlias = ByteWiring | ClockWiring
+"""Maker of memories and ends by rank and, where microbatches overlap or go away, by microbatch."""
 
 
 def executor(

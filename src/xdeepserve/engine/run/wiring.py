@@ -7,7 +7,6 @@ shapes, meetings and formulas. Programs are the same on both.
 from __future__ import annotations
 
 from functools import partial
-from typing import Protocol
 
 import msgspec
 
@@ -34,38 +33,6 @@ from xdeepserve.engine.ways.trampolines.real import Trampolines
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.queue import Queue
 from xdeepserve.step.linear import Threads
-
-
-class Wiring(Protocol):
-    """Makes memories and ends of exchanges by rank and, where microbatches overlap or go away, by
-    microbatch."""
-
-    team: Team
-    has_shared: bool  # the shared expert is on the token's own die
-
-    @property
-    def services(self) -> ServiceLayout | None:
-        """Memory layout shared by clients and servers where experts are services; None elsewhere."""
-
-    def memory(self, rank: DieRank) -> DieMemory: ...
-
-    def expert_memory(self, index: int) -> ExpertMemory: ...
-
-    def pace(self, rank: DieRank, microbatch: int | None) -> Pace: ...
-
-    def exchange(self, rank: DieRank, pace: Pace, microbatch: int) -> Exchange: ...
-
-    def group(self, rank: DieRank, pace: Pace, microbatch: int) -> GroupEnd: ...
-
-    def trampoline(self, rank: DieRank, pace: Pace, microbatch: int) -> Trampoline: ...
-
-    def shared_expert(self, rank: DieRank) -> int | None: ...
-
-    def chooser(self, rank: DieRank, mem: DieMemory) -> Chooser: ...
-
-    def expert_program(
-        self, index: int, mem: ExpertMemory, threads: Threads, reports: Queue[msgspec.Struct]
-    ) -> ExpertProgram: ...
 
 
 class ByteWiring:

@@ -26,8 +26,8 @@ from xdeepserve.engine.messages import CopyDone, PoolReady, StepFailed
 from xdeepserve.engine.numbers import GroupRank, Seat
 from xdeepserve.engine.recovery.rollback import Rollback
 from xdeepserve.engine.recovery.rollback_field import plan_rollback_field
-from xdeepserve.engine.run.executors import executor
-from xdeepserve.engine.run.wiring import ByteWiring, Wiring
+from xdeepserve.engine.run.executors import Wiring, executor
+from xdeepserve.engine.run.wiring import ByteWiring
 from xdeepserve.engine.te.host import Host
 from xdeepserve.engine.te.members import Members, Stay
 from xdeepserve.engine.te.status_gather import StatusGather, plan_statuses

@@ -19,7 +19,7 @@ from xdeepserve.engine.plans import StepPlan
 from xdeepserve.engine.walk.ends import Exchange, GroupEnd, Trampoline
 from xdeepserve.engine.walk.runner import Pace
 from xdeepserve.engine.walk.timeline import Timeline
-from xdeepserve.engine.ways.among.clock import AmongClock
+from xdeepserve.engine.ways.among.clock import AmongClock, DrawnLoads
 from xdeepserve.engine.ways.group.clock import GroupClock
 from xdeepserve.engine.ways.routing import PlacedRouting, TimingConfig, generator
 from xdeepserve.engine.ways.to_experts import way_of
@@ -88,14 +88,19 @@ class ClockWiring:
         if shared:
             _check_placed(timing, "experts.shared_dies")
         lanes = {None: "XCCL", "engines": "SDMA"}
-        self.among = [
-            AmongClock(
-                *(pod.clock, cost, config, team.dies, timing, timeout_ns, m, held, placed, primary, shared),
-                lanes.get(walk.overlap, f"XCCL microbatch {m}"),
-            )
+        self.loads = [
+            DrawnLoads(cost, config, len(team.dies), timing, m, held, placed, primary, shared)
             for m in range(walk.num_parts)
         ]
-        self.has_shared = not (experts.where == "among" and self.among[0].num_shared)
+        self.among = [
+            AmongClock(
+                *(pod.clock, team.dies, timeout_ns, loads.settle, config.num_experts_per_tok),
+                lanes.get(walk.overlap, f"XCCL microbatch {m}"),
+                walk.exchange == "push",
+            )
+            for m, loads in enumerate(self.loads)
+        ]
+        self.has_shared = not (experts.where == "among" and self.loads[0].num_shared)
         self._groups = {
             group: [
                 GroupClock(pod.clock, CollectiveCost(group, spec, pod.topology), group, timeout_ns)

@@ -10,7 +10,9 @@ addresses. The Programs are those of `step`; a kernel replaces a *span* of their
 - `met_exchanges` makes exchanges alone, of dies whose stages are tasks
 - `disaggregated`: experts have dies of their own; it has the program of such a die, too
 - `staged` runs attention without lockstep kernels
-- `tables` has addresses by die; `dimensions` has the numbers that all dies share
-- `timetable` computes virtual times; `drawing` draws traces
+- `shares` are the dies' rows of a run; `tables` has addresses by die; `dimensions` has the numbers that all
+  dies share
+- `timetable` leads all dies through the schedules of `walk`, in virtual time, by `expert_prices`; `drawing`
+  draws traces
 - `kernels/` has a layer on packed bytes, and exchanges whose bytes are those of `comm`'s twins
 """

@@ -16,8 +16,8 @@ from xdeepserve.engine.run.lockstep.disaggregated import (
 from xdeepserve.engine.run.lockstep.kernels.sync import HAS_TEAMS
 from xdeepserve.engine.run.lockstep.lockstep import Lockstep
 from xdeepserve.engine.run.lockstep.met_exchanges import (
-    MetExchanges,
     has_stages_of_tasks,
+    met_exchanges,
     use_met_exchanges,
 )
 from xdeepserve.engine.run.wiring import ByteWiring
@@ -38,12 +38,9 @@ def lockstep_runs(
     twin = PUSH if pushes else PULL
     if not wiring.a2e and has_stages_of_tasks(executors[0]):
         use_met_exchanges(executors)
-        parts = [
-            MetExchanges(executors, exchange, threads, twin, part) for part, exchange in enumerate(exchanges)
+        return [
+            met_exchanges(executors, exchange, threads, twin, part) for part, exchange in enumerate(exchanges)
         ]
-        for part in parts:
-            part.join()
-        return [*parts]
     if wiring.a2e:
         shared = [wiring.team.shared_expert(rank) for rank in range(len(executors))]
         twin_apart = PUSH_APART if pushes else PULL_APART

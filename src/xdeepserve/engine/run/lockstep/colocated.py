@@ -6,7 +6,6 @@ PULL and PUSH have the same verbs: tables, layers, send, answer, collect.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,15 +17,18 @@ from xdeepserve.comm.fused.layout import FusedLayout
 from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.run.lockstep import tables
 from xdeepserve.engine.run.lockstep.dimensions import ExchangeShape, PushShape
+from xdeepserve.engine.run.lockstep.expert_prices import ExpertPrices
 from xdeepserve.engine.run.lockstep.kernels import attention as a
 from xdeepserve.engine.run.lockstep.kernels import colocated_stages as d
 from xdeepserve.engine.run.lockstep.kernels import experts as e
 from xdeepserve.engine.run.lockstep.kernels import one_die
 from xdeepserve.engine.run.lockstep.kernels import pushed_stages as p
-from xdeepserve.engine.run.lockstep.lockstep import Call, Contribution, Lockstep, RowCounts, addresses
-from xdeepserve.engine.run.lockstep.timetable import Timed, Timetable
+from xdeepserve.engine.run.lockstep.lockstep import Call, Lockstep
+from xdeepserve.engine.run.lockstep.shares import Contribution
+from xdeepserve.engine.run.lockstep.timetable import Ns, Timetable
 from xdeepserve.engine.walk.schedule import Visit
-from xdeepserve.step.stage import Counts, Meet, Stage
+from xdeepserve.engine.ways.among.clock import RankLoad
+from xdeepserve.step.stage import Counts, LayerProgram, stages
 
 ONE = np.ones(1, np.float32)  # the scale of rows that are not quantised
 
@@ -91,8 +93,7 @@ class ColocatedLockstep(Lockstep):
         self.experts = np.stack(
             [tables.own_expert_table(self.executors, self.spaces, column) for column in self.columns]
         )
-        dies = [executor.die for executor in self.executors]
-        self.timetable = Timetable(dies, config.hidden_size, mem.walk.exchange)
+        self.timetable = Timetable(self.executors, self.shape.copies)
         if self._exchange is None:
             # No row leaves its die; the numbers of the exchange say what an expert takes.
             experts, top_k = len(mem.slots), config.num_experts_per_tok
@@ -114,40 +115,27 @@ class ColocatedLockstep(Lockstep):
             [tables.address(space.take("expert_sent", 1)) for space in self.spaces], np.int64
         )
         mems = [executor.mem for executor in self.executors]
-        kinds = np.array([(each.is_shared, len(each.slots)) for each in mems])
-        _, self.examples, self.kinds = np.unique(kinds, axis=0, return_index=True, return_inverse=True)
-        self.kinds = self.kinds.reshape(-1)  # of dies, by their experts; `examples` has a rank of each
-
-    def run(self, shares: Sequence[Contribution], came: np.ndarray) -> np.ndarray:
-        """Run all layers for all dies, which arrived at `came` [members] in ns; return when each is done, in
-        ns."""
-        rows = np.array([len(share.h) for share in shares], np.int64)
-        self.inputs = addresses(shares)
-        self.cuts = np.stack([np.zeros_like(rows), rows], axis=1)
-        visits = shares[0].visits()
-        passes = [self.pass_of(visit.cache) for visit in visits]
-        self._compute(shares, visits, passes)
-        if self._exchange is not None:
-            self._check(visits, passes)
-        self.timetable.begin(came)
-        self.tell_time(shares, visits, passes)
-        return self.timetable.attention
+        kinds = {
+            at: [(id(self._program(at, 0)), each.is_shared, len(each.slots)) for each in mems]
+            for at, column in enumerate(self.columns)
+            if column[0].moe is not None
+        }
+        numbers = self.shape.top_k, mem.placed.num_primary_dies, first.die.spec
+        self.prices = ExpertPrices(kinds, self._price_experts, *numbers)
 
     # ---- bytes --------------------------------------------------------------------------------------
 
-    def _compute(
-        self, shares: Sequence[Contribution], visits: Sequence[Visit], passes: Sequence[int]
-    ) -> None:
-        """Compute all bytes of a run. The first die's layers and event IDs hold for all.
+    def compute(self, shares: Sequence[Contribution], visits: Sequence[Visit], passes: Sequence[int]) -> None:
+        """Compute all bytes of a run.
 
         All layers are one call: threads that return to Python after each stage would wait for each other
-        there, too. Faults and virtual time are looked at when all layers are done.
+        there, too.
         """
         if not self.staged.is_used:
             self._run_layers(visits, passes)
             return
         for visit, at in zip(visits, passes, strict=True):
-            self.staged.run(at, visit.program, shares, self.columns[at], self.cuts)
+            self.staged.run(at, visit.program, shares, self.columns[at], self.cuts[0])
             self._run_layers([visit], [at])
 
     def _run_layers(self, visits: Sequence[Visit], passes: Sequence[int]) -> None:
@@ -159,14 +147,23 @@ class ColocatedLockstep(Lockstep):
         """List the kernel calls for layers in order: passes, whether each has experts, and event IDs."""
         if len(self.executors) == 1:
             args = (self.shape, self.exchange.inter, self.buffers, self.weights, self.experts, passes, is_moe)
-            return [(one_die.run_together, (*args, self.inputs, self.cuts[0, 1], self.scratch, self.sync))]
+            return [(one_die.run_together, (*args, self.inputs, self.cuts[0][0, 1], self.scratch, self.sync))]
         if self._exchange is None:
-            return [self.layer(at, self.cuts, False) for at in passes.tolist()]
+            return [self.layer(at, self.cuts[0], False) for at in passes.tolist()]
         return [self.twin.layers(self, (passes, is_moe, events))]
 
-    def _check(self, visits: Sequence[Visit], passes: Sequence[int]) -> None:
+    def exchange_rows(self, op: Op, at: int, event: int) -> None:
+        """Make a dispatch with its experts, or a combine, in a pass of dies whose other stages are tasks."""
+        if op == "dispatch":
+            self.spread([self.twin.send(self, event)], [self.twin.answer(self, at, event)])
+        else:
+            self.spread([self.twin.collect(self, at, event)])
+        which = int(op == "combine")
+        self.check(self.faults[at, which], self.twin.ops[which], "rank", event)
+
+    def check_faults(self, visits: Sequence[Visit], passes: Sequence[int]) -> None:
         """Raise ProtocolError for the first fault that a die has found, if there is any."""
-        if not self.faults.any():
+        if self._exchange is None or not self.faults.any():
             return
         for visit, at in zip(visits, passes, strict=True):
             for faults, op in zip(self.faults[at], self.twin.ops, strict=True):
@@ -174,85 +171,49 @@ class ColocatedLockstep(Lockstep):
 
     # ---- time ---------------------------------------------------------------------------------------
 
-    def tell_time(
-        self, shares: Sequence[Contribution], visits: Sequence[Visit], passes: Sequence[int]
-    ) -> None:
-        """Compute when the stages happen in virtual time, by a walk through the same Programs."""
-        tt = self.timetable
-        known: dict[int, list[Timed]] = {}  # by Program, the stages on a die's own rows
-        rows = self.cuts[:, 1]
-        counts, batch = RowCounts.of(shares, self.cuts), int(rows.max())
-        exchange_ns = functools.cache(lambda op: self.exchange_ns(op, batch))
-        for visit, at in zip(visits, passes, strict=True):
-            tt.drawing.at(layer=visit.layer_idx)
-            items = (*visit.program.attention, *visit.program.feed)
-            own = known.get(id(visit.program))
-            if own is None:
-                stages = [item for item in items if isinstance(item, Stage) and item.rows != "received"]
-                own = known[id(visit.program)] = [self.price(stage, visit.layer, counts) for stage in stages]
-            if len(own) == len(items):
-                tt.stages(own)
-                continue
-            rest = iter(own)
-            for item in items:
-                if isinstance(item, Meet):
-                    op: Op = "dispatch" if "dispatch" in item.op else "combine"
-                    tt.meet(item.op.replace("_", " "), exchange_ns(op))
-                elif item.rows == "received":
-                    tt.stages([self._time_experts(item, visit, rows, self.received[at].sum(axis=1))])
-                else:
-                    tt.stages([next(rest)])
+    def experts_ns(self, microbatch: int, layers: Sequence[int]) -> Ns:
+        """Price the experts of each die in passes through layers with experts [layers, 1, dies], in ns."""
+        if self._exchange is None:
+            return np.zeros((0, 1, len(self.executors)), np.int64)
+        received = self.received[layers].sum(axis=2)[:, None]
+        return self.prices.of(layers, received, self.copied()[None], self.rows.sum(keepdims=True))
 
-    def _time_experts(self, stage: Stage, visit: Visit, rows: np.ndarray, received: np.ndarray) -> Timed:
-        """Price the routed experts of each die, for the copies that it has received [R].
+    def loads(self, at: int) -> list[RankLoad]:
+        """List the loads of all dies in a pass: rows received, and the work to bill for them.
 
-        `rows` [R] are the rows of all dies. Dies of one kind take equally long for equal copies.
+        Rows for a copy of the shared expert are counted by themselves.
         """
+        num_rows, loads = int(self.rows.sum()), []
+        received, copied = self.received[at].sum(axis=1).tolist(), self.copied().tolist()
+        for executor, num, shared in zip(self.executors, received, copied, strict=True):
+            copies = self.prices.billed(num - shared, num_rows)
+            loads.append(RankLoad(num, (copies, min(num - shared, len(executor.mem.slots)), shared)))
+        return loads
 
-        @functools.cache
-        def price(kind: int, count: int, shared: int) -> int:
-            example = int(self.examples[kind])
-            return self._price_experts(example, stage, visit, count, shared, rows) if count else 0
+    def _price_experts(self, at: int, rank: int, num_routed: int, num_shared: int, billed: float) -> float:
+        """Return the time in ns of a die's experts in a pass, for rows that it has received."""
+        executor, program = self.executors[rank], self._program(at, rank)
+        stage = next(each for each in stages(program.feed) if each.rows == "received")
+        touched = min(num_routed, len(executor.mem.slots))
+        counts = Counts(num_routed + num_shared, copies=billed, touched=touched, shared=num_shared)
+        return executor.runner.price_of(stage, self.columns[at][rank], counts)
 
-        copied = self.copied(rows)
-        cases = zip(self.kinds.tolist(), received.tolist(), copied.tolist(), strict=True)
-        return Timed(stage.name, stage.core, np.array([price(*case) for case in cases], np.int64))
+    def _program(self, at: int, rank: int) -> LayerProgram:
+        """Return the Program of a die in a pass."""
+        executor = self.executors[rank]
+        return executor.traversal.programs[executor.layer_index[id(self.columns[at][rank])]]
 
-    def _price_experts(
-        self, rank: int, stage: Stage, visit: Visit, received: int, copied: int, rows: np.ndarray
-    ) -> int:
-        """Return the time in ns of a die's routed experts, and of its copy of the shared one."""
-        executor, layer = self.executors[rank], visit.layer
-        if executor.mem.is_shared:  # its Program is another one
-            program = executor.traversal.programs[self.executors[0].layer_index[id(layer)]]
-            layer = self.columns[self.pass_of(visit.cache)][rank]
-            stage = next(each for each in program.feed if isinstance(each, Stage) and each.rows == "received")
-        counts = self.billed(rank, received, copied, rows)
-        return round(executor.runner.price_of(stage, layer, counts))
+    @property
+    def rows(self) -> np.ndarray:
+        """Number of rows of each die in the run [R]."""
+        return self.cuts[0][:, 1]
 
-    def copied(self, rows: np.ndarray) -> np.ndarray:
-        """Return how many of all dies' `rows` [R] each die's copy of the shared expert gets [R]."""
-        copied = np.zeros_like(rows)
+    def copied(self) -> np.ndarray:
+        """Return how many rows of all dies each die's copy of the shared expert gets [R]."""
+        copied = np.zeros_like(self.rows)
         if self.copy_rank is not None:
-            np.add.at(copied, self.copy_rank, rows)
+            np.add.at(copied, self.copy_rank, self.rows)
         return copied
-
-    def billed(self, rank: int, received: int, copied: int, rows: np.ndarray) -> Counts:
-        """Return the work to bill to a die that has received `received` token copies.
-
-        `rows` [R] are the rows of all dies. Of the copies, `copied` are for the die's copy of the shared
-        expert; they are counted by themselves.
-        """
-        executor, routed = self.executors[rank], received - copied
-        mean = int(rows.sum()) * self.shape.top_k / executor.mem.placed.num_primary_dies
-        copies = self.timetable.spec.billed_copies(routed, mean)
-        return Counts(received, copies=copies, touched=min(routed, len(executor.mem.slots)), shared=copied)
-
-    def exchange_ns(self, op: Op, batch: int) -> int:
-        """Return the time in ns of a dispatch or combine of all dies; the fullest die has `batch` rows."""
-        tt = self.timetable
-        stretch = tt.spec.barrier_stretch.value
-        return round(tt.cost.exchange_ns(op, len(self.dies), batch, self.shape.copies, stretch))
 
 
 # ---- twins ----------------------------------------------------------------------------------------------
@@ -268,12 +229,12 @@ def _pull_tables(g: ColocatedLockstep, group: Group, layout: Layout) -> None:
 
 def _pull_layers(g: ColocatedLockstep, layers: tuple[np.ndarray, ...]) -> Call:
     own = (g.shape, g.exchange, g.buffers, g.beside, g.weights, g.experts)
-    where = (g.inputs, g.cuts, g.ways, g.expert_rank, g.orders, g.sents, g.one)
+    where = (g.inputs, g.cuts[0], g.ways, g.expert_rank, g.orders, g.sents, g.one)
     return d.run_layers, (*own, *layers, *where, g.sent, g.received, g.faults, g.scratch, g.sync)
 
 
 def _pull_send(g: ColocatedLockstep, event: int) -> Call:
-    args = (g.exchange, g.buffers, g.cuts, g.ways, g.expert_rank, event)
+    args = (g.exchange, g.buffers, g.cuts[0], g.ways, g.expert_rank, event)
     return d.dispatch_stage, (*args, g.orders, g.sents, g.one)
 
 
@@ -297,7 +258,7 @@ def _push_tables(g: ColocatedLockstep, group: Group, layout: FusedLayout) -> Non
 
 def _push_layers(g: ColocatedLockstep, layers: tuple[np.ndarray, ...]) -> Call:
     own = (g.shape, g.exchange, g.buffers, g.beside, g.weights, g.experts)
-    where = (g.inputs, g.cuts, g.ways, g.ends, g.expert_rank, g.local_idx)
+    where = (g.inputs, g.cuts[0], g.ways, g.ends, g.expert_rank, g.local_idx)
     args = (*own, *layers, *where, g.flags ^ 1, g.one, g.sent, g.received, g.faults)
     g.flags ^= int(layers[1].sum()) % 2
     return p.run_layers, (*args, g.scratch, g.sync)
@@ -305,7 +266,7 @@ def _push_layers(g: ColocatedLockstep, layers: tuple[np.ndarray, ...]) -> Call:
 
 def _push_send(g: ColocatedLockstep, event: int) -> Call:
     g.flags ^= 1
-    args = (g.exchange, g.buffers, g.cuts, g.ends, g.expert_rank, g.local_idx)
+    args = (g.exchange, g.buffers, g.cuts[0], g.ends, g.expert_rank, g.local_idx)
     return p.dispatch_stage, (*args, event, g.flags, g.one)
 
 
@@ -321,7 +282,7 @@ def _push_collect(g: ColocatedLockstep, at: int, event: int) -> Call:
 
 def _rows(g: ColocatedLockstep, at: int) -> tuple[Any, ...]:
     """Return the arguments of a collection: the rows that it adds to, and the shared expert of the layer."""
-    return g.shape, g.exchange, g.buffers, g.beside, g.weights[at], g.inputs, g.cuts
+    return g.shape, g.exchange, g.buffers, g.beside, g.weights[at], g.inputs, g.cuts[0]
 
 
 PULL = AmongTwin(

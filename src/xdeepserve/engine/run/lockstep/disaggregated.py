@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -22,19 +21,12 @@ from xdeepserve.engine.run.lockstep.expert_prices import ExpertPrices
 from xdeepserve.engine.run.lockstep.kernels import disaggregated_stages as ends
 from xdeepserve.engine.run.lockstep.kernels import experts as e
 from xdeepserve.engine.run.lockstep.kernels import pushed_stages as p
-from xdeepserve.engine.run.lockstep.lockstep import (
-    Call,
-    Contribution,
-    Lockstep,
-    RowCounts,
-    Span,
-    addresses,
-)
-from xdeepserve.engine.run.lockstep.timetable import DisaggregatedTimetable, Timed, TokenTimes
-from xdeepserve.engine.walk.schedule import Visit, cut_at
+from xdeepserve.engine.run.lockstep.lockstep import Call, Lockstep, Span
+from xdeepserve.engine.run.lockstep.shares import Contribution
+from xdeepserve.engine.run.lockstep.timetable import DisaggregatedTimetable, Ns
+from xdeepserve.engine.walk.schedule import Visit
 from xdeepserve.hw.clock import Process
 from xdeepserve.model.config import ModelConfig
-from xdeepserve.step.stage import Stage
 
 EXPERT_OPS = ("A2E", "A2E'", "E2A")  # which expert dies find faults in
 
@@ -90,7 +82,7 @@ class DisaggregatedLockstep(Lockstep):
         return 1 + self.executors[0].mem.steps.mtp
 
     def prepare(self) -> None:
-        executors, walk = self.executors, self.executors[0].mem.walk
+        executors = self.executors
         self.exchange = self.twin.shape(executors[0].config, self.layouts[0][0], executors[0].mem.placed)
         self.flags = [0] * self.num_microbatches  # rounds of pushed flags use two sets in turn
         moe_layers = [i for i, column in enumerate(self.columns) if column[0].moe is not None]
@@ -110,18 +102,16 @@ class DisaggregatedLockstep(Lockstep):
             for m, by_domain in enumerate(self.layouts)
         ]
         self.ways = [each.attention.reshape(-1, twin.NUM_ATTENTION_COLUMNS) for each in self.items]
-        carrier = walk.carrier
-        assert carrier != "rdma"  # cards of several kinds of hardware have no twin
-        self.timetable = DisaggregatedTimetable(
-            [executor.die for executor in executors],
-            self.executors[0].config.hidden_size,
-            walk.exchange,
-            [program.die for program in self.programs],
-            self.num_domains,
-            self.num_microbatches,
-            carrier,
-        )
-        self.prices = ExpertPrices(self.programs, moe_layers, self.shape.top_k, self.timetable.spec)
+        dies = [program.die for program in self.programs]
+        self.timetable = DisaggregatedTimetable(executors, self.exchange.copies, dies, self.num_domains)
+        self._number_of = {at: number for number, at in enumerate(moe_layers)}
+        kinds = {
+            at: [_kind(program, number) for program in self.programs]
+            for at, number in self._number_of.items()
+        }
+        holders = self.programs[0].mem.placed.num_primary_dies
+        numbers = self.shape.top_k, holders, self.timetable.spec
+        self.prices = ExpertPrices(kinds, self._price_experts, *numbers)
         # By pass through a layer, and microbatch: what is wrong at the end of E2A', and of A2E, A2E' and E2A;
         # rows that expert dies have received.
         places = len(self.columns), self.num_microbatches
@@ -129,31 +119,13 @@ class DisaggregatedLockstep(Lockstep):
         self.expert_faults = np.zeros((*places, len(EXPERT_OPS), self.num_domains, num_experts), np.int64)
         self.received = np.zeros((*places, self.num_domains, num_experts), np.int64)
 
-    def run(self, shares: Sequence[Contribution], came: np.ndarray) -> np.ndarray:
-        """Run all layers for all dies, which arrived at `came` [members] in ns; return when each is done, in
-        ns."""
-        num, tt, visits = len(self.executors), self.timetable, shares[0].visits()
-        passes = [self.pass_of(visit.cache) for visit in visits]
-        self.inputs = addresses(shares)
-        rows = np.array([len(share.h) for share in shares], np.int64)
-        bounds = [rows * m // self.num_microbatches for m in range(self.num_microbatches + 1)]
-        self.cuts = [np.stack(pair, axis=1) for pair in pairwise(bounds)]
-        self._compute(shares, visits, passes)
-        self._check(visits, passes)
-        tt.begin_apart(came[:num], came[num:])
-        self.tell_time(shares, visits, passes)
-        return np.concatenate([tt.attention, np.maximum(tt.experts, tt.experts_end_ns)])
-
     # ---- bytes --------------------------------------------------------------------------------------
 
-    def _compute(
-        self, shares: Sequence[Contribution], visits: Sequence[Visit], passes: Sequence[int]
-    ) -> None:
-        """Compute all bytes of a run. The first die's layers and event IDs hold for all.
+    def compute(self, shares: Sequence[Contribution], visits: Sequence[Visit], passes: Sequence[int]) -> None:
+        """Compute all bytes of a run.
 
-        Faults and virtual time are looked at when all layers are done. Kernels that need no other die's bytes
-        of the previous round join that round. Each wait between rounds takes as long as the work of some
-        dies, so there are few.
+        Kernels that need no other die's bytes of the previous round join that round. Each wait between rounds
+        takes as long as the work of some dies, so there are few.
         """
         rounds: list[list[Call]] = []
         after: list[Call] = []  # a microbatch's E2A, which the next one need not wait for
@@ -184,7 +156,7 @@ class DisaggregatedLockstep(Lockstep):
                     self._num_items += self.num_domains
         self.spread(*rounds, after, [call for calls in away for call in calls])
 
-    def _check(self, visits: Sequence[Visit], passes: Sequence[int]) -> None:
+    def check_faults(self, visits: Sequence[Visit], passes: Sequence[int]) -> None:
         """Raise ProtocolError for the first fault that a die has found, if there is any."""
         if not self.expert_faults.any() and not self.attention_faults.any():
             return
@@ -205,54 +177,28 @@ class DisaggregatedLockstep(Lockstep):
 
     # ---- time ---------------------------------------------------------------------------------------
 
-    def tell_time(
-        self, shares: Sequence[Contribution], visits: Sequence[Visit], passes: Sequence[int]
-    ) -> None:
-        """Compute when the stages happen in virtual time, in the order in which dies come to them."""
-        tt, num_microbatches = self.timetable, self.num_microbatches
-        times = [self._token_times(cuts[:, 1] - cuts[:, 0]) for cuts in self.cuts]
-        experts_ns = [iter(self._experts_ns(m, visits, passes)) for m in range(num_microbatches)]
-        counts = [RowCounts.of(shares, cuts) for cuts in self.cuts]
-        timed: dict[tuple[int, int], list[Timed]] = {}  # by Program and microbatch
-        leaves: list[list[int]] = [[] for _ in range(num_microbatches)]  # by domain, if it is away
-        last = 0  # the layer before, which a microbatch that is away is in
-        for visit in visits:
-            for m in range(num_microbatches):
-                tt.drawing.at(layer=last, microbatch=m)
-                tt.come_back(leaves[m], times[m])
-                tt.drawing.at(layer=visit.layer_idx, microbatch=m)
-                key = id(visit.program), m
-                if key not in timed:
-                    timed[key] = self._time(visit, counts[m])
-                tt.stages(timed[key])
-                is_moe = visit.layer.moe is not None
-                leaves[m] = tt.serve(m, times[m], next(experts_ns[m])) if is_moe else []
-            last = visit.layer_idx
-        for m in range(num_microbatches):
-            tt.drawing.at(layer=last, microbatch=m)
-            tt.come_back(leaves[m], times[m])
-
-    def _token_times(self, rows: np.ndarray) -> TokenTimes:
-        return self.timetable.token_times(rows, self.exchange.copies)
-
-    def _experts_ns(self, m: int, visits: Sequence[Visit], passes: Sequence[int]) -> np.ndarray:
-        """Price the experts of each die for each domain's tokens, [layers with experts, domains, expert dies]
-        in ns."""
-        item, cuts = self.items[m], self.cuts[m]
+    def experts_ns(self, microbatch: int, layers: Sequence[int]) -> Ns:
+        """Price the experts of each die for each domain's tokens, [layers, domains, expert dies] in ns."""
+        item, cuts = self.items[microbatch], self.cuts[microbatch]
         rows = (cuts[:, 1] - cuts[:, 0]).reshape(self.num_domains, -1)
         copied = np.zeros(item.sent.shape, np.int64)  # rows for a copy of the shared expert
         if self.exchange.copies > self.exchange.top_k:
             for d in range(self.num_domains):
                 dies = item.expert_rank[d, item.attention[d, :, twin.SHARED_EXPERT]]
                 np.add.at(copied[d], dies, rows[d])
-        layers = [at for visit, at in zip(visits, passes, strict=True) if visit.layer.moe is not None]
-        return self.prices.of(layers, self.received[layers, m], copied, rows.sum(axis=1))
+        return self.prices.of(layers, self.received[layers, microbatch], copied, rows.sum(axis=1))
 
-    def _time(self, visit: Visit, rows: RowCounts) -> list[Timed]:
-        """Price the stages of a layer on attention dies until its tokens are sent away."""
-        before, _ = cut_at(visit.program.feed, "a2e")
-        stages = [item for item in (*visit.program.attention, *before) if isinstance(item, Stage)]
-        return [self.price(stage, visit.layer, rows) for stage in stages]
+    def _price_experts(self, at: int, index: int, num_routed: int, num_shared: int, billed: float) -> float:
+        """Return the time in ns of a die's experts in a pass, for rows that it has received."""
+        return self.programs[index].price(num_routed, num_shared, billed, self._number_of[at])
+
+
+def _kind(program: ExpertProgram, number: int) -> tuple[object, ...]:
+    """Return a die's kind: the experts that it holds in a layer, and which matrices are in floating point."""
+    held = program.layers[number]
+    mlps = (mlp for mlp in (held.experts, held.shared) if mlp is not None)
+    kept = [linear.scale is None for mlp in mlps for linear in (mlp.w13, mlp.w2)]
+    return program.mem.is_shared, len(program.mem.slots), *kept
 
 
 def _keep(received: np.ndarray, ways: np.ndarray, worker: int, num: int) -> None:

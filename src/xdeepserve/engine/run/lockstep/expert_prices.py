@@ -1,13 +1,12 @@
-"""Prices of experts on dies of their own in virtual time, by the rows received."""
+"""Prices of experts in virtual time, by the rows that dies have received."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.hw.spec import Spec
 
 Ns = npt.NDArray[np.int64]
@@ -15,35 +14,34 @@ MAX_KEPT = 1 << 12  # prices that are kept
 
 
 class ExpertPrices:
-    """Prices of the dies of `programs` in `layers` with experts, which are passes of a step.
+    """Prices of dies with experts in layers, which are passes of a step.
 
-    Dies of one kind in a layer take equally long for equal rows.
+    `kinds` has the kind of each die by layer; dies of one kind take equally long for equal rows. `price` maps
+    a layer, a die, its rows for routed experts and for a copy of the shared expert, and the routed copies to
+    bill, to ns. `num_holders` dies share the `top_k` routed copies of each token.
     """
 
     def __init__(
-        self, programs: Sequence[ExpertProgram], layers: Sequence[int], top_k: int, spec: Spec
+        self,
+        kinds: Mapping[int, Sequence[Hashable]],
+        price: Callable[[int, int, int, int, float], float],
+        top_k: int,
+        num_holders: int,
+        spec: Spec,
     ) -> None:
-        self._top_k, self._spec = top_k, spec
-        self._examples: list[tuple[ExpertProgram, int]] = []  # of each kind: a die, and a layer's number
+        self._price_of, self._top_k, self._num_holders, self._spec = price, top_k, num_holders, spec
+        self._examples: list[tuple[int, int]] = []  # of each kind: a layer, and a die
+        numbers: dict[Hashable, int] = {}
         profiles: dict[tuple[int, ...], int] = {}  # kinds by die, as some layers have them
-        kinds: dict[tuple[object, ...], int] = {}
         self._profile_of: dict[int, int] = {}  # by layer
-        for number, layer in enumerate(layers):
-            kinds_here = tuple(self._find(kinds, program, number) for program in programs)
-            self._profile_of[layer] = profiles.setdefault(kinds_here, len(profiles))
-        self._profiles = np.array(list(profiles), np.int64).reshape(len(profiles), len(programs))
+        for layer, of_dies in kinds.items():
+            for die, kind in enumerate(of_dies):
+                if numbers.setdefault(kind, len(numbers)) == len(self._examples):
+                    self._examples.append((layer, die))
+            here = tuple(numbers[kind] for kind in of_dies)
+            self._profile_of[layer] = profiles.setdefault(here, len(profiles))
+        self._profiles = np.array(list(profiles), np.int64)
         self._known: dict[tuple[int, ...], int] = {}  # by kind, rows in all, for a copy, of a domain
-
-    def _find(self, kinds: dict[tuple[object, ...], int], program: ExpertProgram, number: int) -> int:
-        """Return a die's kind: the experts that it holds in a layer, and which matrices are in floating
-        point."""
-        held = program.layers[number]
-        mlps = (mlp for mlp in (held.experts, held.shared) if mlp is not None)
-        kept = [linear.scale is None for mlp in mlps for linear in (mlp.w13, mlp.w2)]
-        kind = kinds.setdefault((program.mem.is_shared, len(program.mem.slots), *kept), len(kinds))
-        if kind == len(self._examples):
-            self._examples.append((program, number))
-        return kind
 
     def of(self, layers: Sequence[int], received: Ns, copied: Ns, num_tokens: Ns) -> Ns:
         """Return the time in ns of each die for its rows `received`, both [layers, domains, dies].
@@ -51,6 +49,8 @@ class ExpertPrices:
         copied [domains, dies] is how many of the rows are for a copy of the shared expert. num_tokens
         [domains] is how many tokens the domain's rows are copies of.
         """
+        if not layers:
+            return received
         most, base = int(copied.max(initial=0)) + 1, int(received.max(initial=0)) + 1
         num_domains = len(num_tokens)
         cases = (self._profiles[:, None] * most + copied) * num_domains + np.arange(num_domains)[:, None]
@@ -71,8 +71,10 @@ class ExpertPrices:
         if key not in known:
             if len(known) >= MAX_KEPT:
                 known.clear()
-            program, number = self._examples[kind]
-            mean = num_tokens * self._top_k / program.mem.placed.num_primary_dies
-            billed = self._spec.billed_copies(count - shared, mean)
-            known[key] = round(program.price(count - shared, shared, billed, number))
+            billed = self.billed(count - shared, num_tokens)
+            known[key] = round(self._price_of(*self._examples[kind], count - shared, shared, billed))
         return known[key]
+
+    def billed(self, num_routed: int, num_tokens: int) -> float:
+        """Return the token copies to bill to a die that has received `num_routed` copies of some tokens."""
+        return self._spec.billed_copies(num_routed, num_tokens * self._top_k / self._num_holders)

@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import groupby
-from typing import Any, NamedTuple, TypeAlias
+from itertools import groupby, pairwise
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -20,10 +20,11 @@ from xdeepserve.engine.run.lockstep.heads import Heads
 from xdeepserve.engine.run.lockstep.kernels import attention as a
 from xdeepserve.engine.run.lockstep.kernels.side_by_side import layer_stage
 from xdeepserve.engine.run.lockstep.kernels.sync import LOST, new_sync, wait_for_others
+from xdeepserve.engine.run.lockstep.shares import Contribution, RowCounts, addresses
 from xdeepserve.engine.run.lockstep.staged import StagedAttention, as_kernels_see
-from xdeepserve.engine.run.lockstep.timetable import Timed
+from xdeepserve.engine.run.lockstep.timetable import Ns, Timetable
 from xdeepserve.engine.walk.runner import Runner
-from xdeepserve.engine.walk.schedule import EndLayer, Visits
+from xdeepserve.engine.walk.schedule import EndLayer, Visit, Visits
 from xdeepserve.errors import DeploymentError, ProtocolError, XDeepServeError
 from xdeepserve.hw.clock import Clock, Waiter, Waiting
 from xdeepserve.model.canonical import Array
@@ -32,8 +33,8 @@ from xdeepserve.model.config import LATENT_NORM_EPS
 from xdeepserve.model.sharding import Shard
 from xdeepserve.model.tensors import Layer
 from xdeepserve.model.weights import is_routed
-from xdeepserve.step.frame import Batch, KVCache
-from xdeepserve.step.stage import Counts, LayerProgram, Meet, Stage
+from xdeepserve.step.frame import KVCache
+from xdeepserve.step.stage import LayerProgram, Meet
 
 Call: TypeAlias = tuple[Callable[..., None], tuple[Any, ...]]
 """Kernel over dies and its arguments, except the last two: number of the worker, and of all workers."""
@@ -41,36 +42,6 @@ Call: TypeAlias = tuple[Callable[..., None], tuple[Any, ...]]
 QUICK = 4e9
 """Rows times parameters of a run that takes only milliseconds. The event loop waits for such a run, because
 being woken by another thread takes about as long."""
-
-
-class Contribution(NamedTuple):
-    """Contribution of an attention die to a run: its rows of the step, and the layers to visit."""
-
-    h: Array
-    visits: Visits
-    batch: Batch
-
-
-class RowCounts(NamedTuple):
-    """Counts behind the prices of stages on all dies. Most dies have equal ones, which are priced once."""
-
-    few: list[
-        tuple[int, int, int]
-    ]  # rows, positions that they attend to, cached positions read; all different
-    of_die: np.ndarray  # [dies]: its place among `few`
-
-    @classmethod
-    def of(cls, shares: Sequence[Contribution], cuts: np.ndarray) -> RowCounts:
-        """Count the rows between `cuts` [dies, 2] of each die's share."""
-        known: dict[tuple[int, int, int], int] = {}
-        of_die = []
-        for share, (start, stop) in zip(shares, cuts.tolist(), strict=True):
-            batch = share.batch
-            if stop - start < batch.num_tokens:
-                batch = batch.part(slice(start, stop))
-            counts = batch.num_tokens, batch.context, batch.kv_tokens
-            of_die.append(known.setdefault(counts, len(known)))
-        return cls(list(known), np.array(of_die))
 
 
 Span: TypeAlias = tuple[str, ...]
@@ -96,7 +67,10 @@ class Lockstep(ABC):
     """
 
     kernels: frozenset[Span]
+    timetable: Timetable
+    num_microbatches = 1
     inputs: np.ndarray  # [dies with attention, NUM_INPUTS]: of the run that goes on
+    cuts: Sequence[np.ndarray]  # by microbatch, the rows of each die that are in it [dies, 2]
 
     def __init__(self, executors: Sequence[Executor], members: Sequence[str], num_threads: int) -> None:
         self.executors, self.members, self.num_threads = executors, members, num_threads
@@ -111,6 +85,7 @@ class Lockstep(ABC):
         self._is_ready = False
         self.sync = new_sync()  # what threads wait by, here and in kernels
         self.staged = StagedAttention(executors, num_threads)
+        self._walk = executors[0].traversal.schedule  # that of a die by itself
         self._heads = Heads(executors, self.spread)
 
     def join(self) -> None:
@@ -164,7 +139,7 @@ class Lockstep(ABC):
         try:
             for die in self.dies:  # one may have been lost since it came
                 die.check_alive()
-            came = np.maximum(came, self._free_ns())
+            came = np.maximum(came, self.free_ns())
             work = self._num_parameters * sum(len(share.h) for share in shares)
             if self._is_ready and work < QUICK:  # the first run may have to compile
                 ends = self._begin(shares, came)
@@ -186,7 +161,7 @@ class Lockstep(ABC):
             waiter.wake(delay_ns=max(0, int(ends[each]) - clock.now))
         await clock.sleep_until(int(ends[member]))
 
-    def _free_ns(self) -> int:
+    def free_ns(self) -> int:
         """Return the time in ns from which all dies reach each other; LinkError if a link between two is
         down."""
         links = self.dies[0].fabric.links
@@ -267,10 +242,45 @@ class Lockstep(ABC):
     def prepare(self) -> None:
         """Find further addresses for a run; once, when the memories are real."""
 
-    @abstractmethod
     def run(self, shares: Sequence[Contribution], came: np.ndarray) -> np.ndarray:
         """Run all layers for all dies, which arrived at `came` [members] in ns; return when each is done, in
+        ns.
+
+        The first die's layers and event IDs hold for all. Faults and virtual time are looked at when all
+        layers are done.
+        """
+        visits = shares[0].visits()
+        passes = [self.pass_of(visit.cache) for visit in visits]
+        rows, parts = np.array([len(share.h) for share in shares], np.int64), self.num_microbatches
+        bounds = [rows * m // parts for m in range(parts + 1)]
+        self.inputs, self.cuts = addresses(shares), [np.stack(pair, axis=1) for pair in pairwise(bounds)]
+        self.compute(shares, visits, passes)
+        self.check_faults(visits, passes)
+        self.timetable.begin(came)
+        self.tell_time(shares, visits, passes)
+        return self.timetable.ends_ns
+
+    @abstractmethod
+    def compute(self, shares: Sequence[Contribution], visits: Sequence[Visit], passes: Sequence[int]) -> None:
+        """Compute all bytes of a run."""
+
+    @abstractmethod
+    def check_faults(self, visits: Sequence[Visit], passes: Sequence[int]) -> None:
+        """Raise ProtocolError for the first fault that a die has found, if there is any."""
+
+    @abstractmethod
+    def experts_ns(self, microbatch: int, layers: Sequence[int]) -> Ns:
+        """Price the experts of each die in passes through layers with experts [layers, domains, dies], in
         ns."""
+
+    def tell_time(
+        self, shares: Sequence[Contribution], visits: Sequence[Visit], passes: Sequence[int]
+    ) -> None:
+        """Compute when the stages happen in virtual time, by the schedule of a die by itself."""
+        layers = [at for visit, at in zip(visits, passes, strict=True) if visit.layer.moe is not None]
+        counts = [RowCounts.of(shares, cuts) for cuts in self.cuts]
+        experts_ns = [self.experts_ns(m, layers) for m in range(self.num_microbatches)]
+        self.timetable.pass_layers(self._walk, visits, counts, experts_ns)
 
     def pass_of(self, cache: KVCache) -> int:
         """Return the number of the step's pass that uses this cache of the first die."""
@@ -281,16 +291,6 @@ class Lockstep(ABC):
         2]."""
         args = (self.shape, self.buffers, self.beside, self.weights[at], self.inputs, cuts, is_moe)
         return layer_stage, (*args, self.scratch, self.sync)
-
-    def price(self, stage: Stage, layer: Layer, rows: RowCounts) -> Timed:
-        """Price a stage on each die's own rows; experts, too, where a single die has all of them."""
-        runner, prices = self.executors[0].runner, []
-        copies_of = self.shape.top_k if stage.name == "Experts" else 0
-        for num_rows, context, kv_tokens in rows.few:
-            copies = num_rows * copies_of
-            counts = Counts(num_rows, context, kv_tokens, copies, min(copies, len(runner.frame.slots)))
-            prices.append(round(runner.price_of(stage, layer, counts)) if num_rows else 0)
-        return Timed(stage.name, stage.core, np.array(prices, np.int64)[rows.of_die])
 
     def spread(self, *rounds: Sequence[Call]) -> None:
         """Run kernels round by round on all threads.
@@ -339,11 +339,3 @@ def _passes(executor: Executor) -> list[Layer]:
     """List the layers of a step in order: the main model's, then MTP's, repeated where one is used again."""
     drafter = executor.drafter
     return [*executor.weights.layers, *(mtp.layer for mtp in (drafter.layers if drafter else []))]
-
-
-def addresses(shares: Sequence[Contribution]) -> np.ndarray:
-    """Return the addresses of each die's inputs for the kernels of `attention`, [dies, NUM_INPUTS]."""
-    result = np.empty((len(shares), a.NUM_INPUTS), np.int64)
-    for row, (h, _, batch) in zip(result, shares, strict=True):
-        a.find_inputs(row, h, batch.positions, batch.slots, batch.seq_of, batch.block_tables)
-    return result

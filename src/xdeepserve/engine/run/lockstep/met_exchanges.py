@@ -13,28 +13,20 @@ all the same, and only take virtual time: so dies are as busy as they would be w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
 from xdeepserve.comm.cost import Op
 from xdeepserve.comm.exchange.layout import Group, Layout
-from xdeepserve.comm.exchange.rows import Received
 from xdeepserve.comm.fused.layout import FusedLayout
 from xdeepserve.engine.die.program import Executor
-from xdeepserve.engine.numbers import DieRank
 from xdeepserve.engine.run.lockstep import tables
 from xdeepserve.engine.run.lockstep.colocated import PUSH, AmongTwin, ColocatedLockstep
 from xdeepserve.engine.run.lockstep.kernels import attention as a
-from xdeepserve.engine.walk.ends import Exchange
-from xdeepserve.engine.walk.runner import Runner
-from xdeepserve.engine.ways.among.clock import received
-from xdeepserve.engine.ways.meeting import Meeting
-from xdeepserve.hw.die import Die
-from xdeepserve.model.canonical import Array
-from xdeepserve.model.packing import shape_only
+from xdeepserve.engine.walk.timeline import Timeline
+from xdeepserve.engine.ways.among.clock import AmongClock, RankLoad
 from xdeepserve.step.frame import Frame
 from xdeepserve.step.shard import GATHER
 from xdeepserve.step.stage import LayerProgram, Meet, Stage
@@ -79,118 +71,44 @@ def _nothing(f: Frame) -> None:
     """Do nothing, in place of a stage that the meeting has run for all dies."""
 
 
-class MetPlace(NamedTuple):
-    """Rank's place in the exchanges of a microbatch; rows stay where the kernels find them."""
+def met_exchanges(
+    executors: Sequence[Executor],
+    exchange: tuple[Group, Layout | FusedLayout],
+    num_threads: int,
+    twin: AmongTwin,
+    part: int,
+) -> ColocatedLockstep:
+    """Make dispatch, experts and combine of the dies' microbatch number `part` meet in a lockstep."""
+    lockstep, walk = ColocatedLockstep(executors, exchange, num_threads, twin), executors[0].mem.walk
+    lane = "XCCL"
+    if walk.turns == "overlap":
+        lockstep.spaces = [executor.mem.layer_workspace(part) for executor in executors]
+        lane = f"XCCL microbatch {part}"
+    runners = [executor.traversal.runners[part] for executor in executors]
+    settle, dies = partial(_settle, lockstep, [runner.frame for runner in runners]), lockstep.dies
+    where = lockstep.clock, [die.index for die in dies], walk.timeout_ns
+    hub = AmongClock(*where, settle, executors[0].config.num_experts_per_tok, lane, twin is PUSH)
+    for executor, runner in zip(executors, runners, strict=True):
+        runner.exchange = hub.end(executor.rank, Timeline(executor.die))
+    return lockstep
 
-    rank: DieRank
-    runner: Runner
-    die: Die
-    pass_at: dict[int, int]  # number of the pass through a layer, by the id of its cache
 
-    @property
-    def at(self) -> int:
-        """Number of the pass through a layer that the rows are in."""
-        return self.pass_at[id(self.runner.frame.cache)]
+def _settle(
+    lockstep: ColocatedLockstep, frames: Sequence[Frame], op: Op, event: int, came: Mapping[int, float]
+) -> tuple[float, Sequence[RankLoad]]:
+    """Move all bytes when the last die has come; return the time in ns, and the dies' loads.
 
-
-class MetExchanges(ColocatedLockstep):
-    """Lockstep for dispatch, experts and combine between all dies, in one of their microbatches."""
-
-    def __init__(
-        self,
-        executors: Sequence[Executor],
-        exchange: tuple[Group, Layout | FusedLayout],
-        num_threads: int,
-        twin: AmongTwin,
-        part: int,
-    ) -> None:
-        super().__init__(executors, exchange, num_threads, twin)
-        overlaps = executors[0].mem.walk.turns == "overlap"
-        if overlaps:
-            self.spaces = [executor.mem.layer_workspace(part) for executor in executors]
-        self.lane = f"XCCL microbatch {part}" if overlaps else "XCCL"
-        self.part, self._meetings = part, dict[tuple[str, int], Meeting[None]]()
-        self.cuts = np.zeros((len(executors), 2), np.int64)
-        self.inputs = np.zeros((len(executors), a.NUM_INPUTS), np.int64)
-
-    def join(self) -> None:
-        """Make the exchanges of the dies' microbatch meet here."""
-        for executor in self.executors:
-            runner = executor.traversal.runners[self.part]
-            pass_at = {id(cache): at for at, cache in enumerate(executor.caches)}
-            place = MetPlace(executor.rank, runner, executor.die, pass_at)
-            runner.exchange = Exchange(
-                partial(self.dispatch, place),
-                partial(self.combine, place),
-                partial(self.bill, place),
-                lambda epoch: self._meetings.clear(),  # all unfinished exchanges, after a rollback
-            )
-
-    # ---- a rank's part --------------------------------------------------------------------------------
-
-    async def dispatch(self, place: MetPlace, x: Array, topk_idx: Array, event_id: int) -> Received:
-        """Take a rank's part in a dispatch; return the shape of its experts' rows, computed already."""
-        mine, rank = place.runner.frame.mine, place.rank
-        self.cuts[rank, 1], self.inputs[rank, a.H] = len(mine), tables.address(mine)
-        await self._meet("dispatch", place, event_id)
-        return received(int(self.received[place.at, rank].sum()), mine.shape[1])
-
-    async def combine(self, place: MetPlace, expert_out: Array, topk_weights: Array, event_id: int) -> Array:
-        """Take a rank's part in a combine; return the shape of the answers [T, K, H] or of their sums [T, H].
-
-        The answers have been added to the rank's rows already.
-        """
-        await self._meet("combine", place, event_id)
-        num_rows, hidden = place.runner.frame.mine.shape
-        copies = () if self.twin is PUSH else (self.shape.top_k,)
-        return shape_only(np.float32, num_rows, *copies, hidden)
-
-    def bill(self, place: MetPlace, received: int) -> tuple[float, float, float]:
-        """Return the work to bill after a rank's latest dispatch.
-
-        Token copies for routed experts; the number of experts with rows; rows for a copy of the shared
-        expert.
-        """
-        rows = self.cuts[:, 1]
-        counts = self.billed(place.rank, received, int(self.copied(rows)[place.rank]), rows)
-        return counts.copies, counts.touched, counts.shared
-
-    async def _meet(self, op: Op, place: MetPlace, event: int) -> None:
-        start = place.die.clock.now
-        meeting = await self.take_part(op, place.rank, place.at, event)
-        place.die.draw(self.lane, meeting.op, start)
-        meeting.draw([die.index for die in self.dies], place.rank, place.die, self.lane)
-
-    async def take_part(self, op: Op, rank: int, at: int, event: int) -> Meeting[None]:
-        """Take a die's part in an exchange, in pass `at` of a step; return the meeting after its end."""
-        key = (op, event)
-        if key not in self._meetings:
-            timeout_ns, name = (
-                self.executors[0].mem.walk.timeout_ns,
-                self.twin.ops[op == "combine"],
-            )
-            self._meetings[key] = Meeting(
-                self.clock, name, event, range(len(self.dies)), timeout_ns, lambda met: self._settle(key, at)
-            )
-        meeting = self._meetings[key]
-        meeting.come(rank, self.cuts[rank, 1])
-        await meeting.wait(rank)
-        return meeting
-
-    def _settle(self, key: tuple[Op, int], at: int) -> tuple[float, None]:
-        """Move all bytes when the last die has come; return the time in ns."""
-        op, event = key
-        del self._meetings[key]
-        for die in self.dies:  # one may have been lost since it came
-            die.check_alive()
-        self.find_tables()
-        if op == "dispatch":
-            calls = [self.twin.send(self, event), self.twin.answer(self, at, event)]
-        else:
-            calls = [self.twin.collect(self, at, event)]
-        self.spread(*([call] for call in calls))
-        which = int(op == "combine")
-        self.check(self.faults[at][which], self.twin.ops[which], "rank", event)
-        slowness = max(die.slowness for die in self.dies)
-        wait_ns = max(0, self._free_ns() - self.clock.now)
-        return wait_ns + slowness * self.exchange_ns(op, int(self.cuts[:, 1].max())), None
+    Rows stay where `frames` have them, for kernels to find.
+    """
+    for die in lockstep.dies:  # one may have been lost since it came
+        die.check_alive()
+    lockstep.find_tables()
+    at, rows = lockstep.pass_of(frames[0].cache), [frame.mine for frame in frames]
+    lockstep.cuts = [np.array([(0, len(mine)) for mine in rows], np.int64)]
+    lockstep.inputs = np.zeros((len(rows), a.NUM_INPUTS), np.int64)
+    lockstep.inputs[:, a.H] = [tables.address(mine) for mine in rows]
+    lockstep.exchange_rows(op, at, event)
+    slowness, timetable = max(die.slowness for die in lockstep.dies), lockstep.timetable
+    wait_ns = max(0, lockstep.free_ns() - lockstep.clock.now)
+    price_ns = slowness * timetable.exchange_ns(op, int(lockstep.rows.max()))
+    return wait_ns + price_ns, lockstep.loads(at) if op == "dispatch" else ()

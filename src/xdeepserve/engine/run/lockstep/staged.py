@@ -7,27 +7,16 @@ alone. The output projection and all later stages run in kernels, whatever the k
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
 from xdeepserve.engine.die.program import Executor
-from xdeepserve.model.canonical import Array
+from xdeepserve.engine.run.lockstep.shares import Contribution
 from xdeepserve.model.tensors import Layer
-from xdeepserve.step.frame import Batch, Frame
+from xdeepserve.step.frame import Frame
 from xdeepserve.step.layer import ATTENTION
 from xdeepserve.step.linear import Threads
 from xdeepserve.step.stage import LayerProgram, stages
-
-
-class Brings(Protocol):
-    """Contribution of a die to a run: its rows of a step."""
-
-    @property
-    def h(self) -> Array: ...
-    @property
-    def batch(self) -> Batch: ...
-
 
 STAGED = [program for kind, program in ATTENTION.items() if kind != "mla"]
 
@@ -53,7 +42,7 @@ class StagedAttention:
         self,
         at: int,
         program: LayerProgram,
-        shares: Sequence[Brings],
+        shares: Sequence[Contribution],
         layers: Sequence[Layer],
         cuts: np.ndarray,
         microbatch: int = 0,

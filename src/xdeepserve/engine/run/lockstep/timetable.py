@@ -1,10 +1,11 @@
 """Virtual times of stages in lockstep: a time for each die, moved on stage by stage.
 
-Dies with attention run their stages one after another. A dispatch starts when the last die has come to it,
-and a combine when the slowest expert has ended: both are barriers. Where experts have dies of their own, an
-A2E needs two things. The last die of its domain must have posted, and the receiving stream of the expert dies
-must be free. Experts run when the A2E has ended and their die is free. An E2A starts when the slowest expert
-has ended. An exchange as a whole costs as much as by `comm.cost`, as in timing-only runs.
+A timetable is the runner of all dies: the schedules of `walk` lead it through Programs as they lead a single
+die's runner. Dies with attention run their stages one after another. A dispatch starts when the last die has
+come to it, and a combine when the slowest expert has ended: both are barriers. Where experts have dies of
+their own, an A2E needs two things. The last die of its domain must have posted, and the receiving stream of
+the expert dies must be free. Experts run when the A2E has ended and their die is free. An E2A starts when the
+slowest expert has ended. An exchange as a whole costs as much as by `comm.cost`, as in timing-only runs.
 """
 
 from __future__ import annotations
@@ -15,22 +16,19 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from xdeepserve.comm.cost import CommCost, Op, Way
-from xdeepserve.comm.means import Carrier
+from xdeepserve.comm.cost import CommCost, Op
+from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.lanes import COMPUTE, RECEIVE, SEND, stream_item
 from xdeepserve.engine.run.lockstep.drawing import Drawing
+from xdeepserve.engine.run.lockstep.shares import RowCounts
+from xdeepserve.engine.walk.runner import Runner
+from xdeepserve.engine.walk.schedule import Schedule, Visit
 from xdeepserve.hw.die import Die
-from xdeepserve.hw.spec import Core
+from xdeepserve.model.tensors import Layer
+from xdeepserve.step.frame import KVCache
+from xdeepserve.step.stage import Counts, Meet, Stage
 
 Ns = npt.NDArray[np.int64]
-
-
-class Timed(NamedTuple):
-    """Stage with a duration on each die, in ns [A]."""
-
-    name: str
-    core: Core
-    ns: Ns
 
 
 class TokenTimes(NamedTuple):
@@ -42,94 +40,172 @@ class TokenTimes(NamedTuple):
     combine_ns: list[int]
 
 
-class Timetable:
-    """Virtual times of a run of layers; `attention` has the time of each attention die so far, in ns [A].
+class Timetable(Runner):
+    """Runner of all dies in lockstep, whose bytes are made already: only virtual time passes.
 
-    `drawing` draws them into the trace.
+    `attention` has the time of each attention die so far, in ns [A]. A row goes to `copies` dies. The same
+    object runs each microbatch, and draws spans into the trace.
     """
 
-    def __init__(self, dies: Sequence[Die], hidden: int, way: Way, num_domains: int = 0) -> None:
-        self.dies, self.spec = dies, dies[0].spec
-        self.cost = CommCost(self.spec, dies[0].fabric.topology, hidden, way)
-        self.drawing = Drawing(dies, num_domains)
-        self.attention: Ns = np.zeros(len(dies), np.int64)
+    def __init__(self, executors: Sequence[Executor], copies: int, num_domains: int = 0) -> None:
+        first = executors[0]
+        super().__init__(first.die, first.runner.frame, first.runner.pace)
+        self.dies, self.spec, self.copies = [executor.die for executor in executors], first.die.spec, copies
+        topology, way = first.die.fabric.topology, first.mem.walk.exchange
+        self.cost = CommCost(self.spec, topology, first.config.hidden_size, way)
+        self.drawing = Drawing(self.dies, num_domains)
+        self.attention: Ns = np.zeros(len(self.dies), np.int64)
+        self._microbatch = 0
 
     def begin(self, came: Ns) -> None:
-        """Begin a run at the times in ns when the dies came [A]."""
+        """Begin a run at the times in ns when all members of the lockstep came."""
         self.drawing.begin()
         self.attention = came.copy()
 
-    def stages(self, timed: Sequence[Timed]) -> None:
-        """Run stages on each die, one after another."""
-        for name, core, ns in timed:
-            start = self.attention
-            self.attention = start + ns
-            self.drawing.spans(core.upper(), name, start, self.attention)
+    def pass_layers(
+        self,
+        schedule: Schedule,
+        visits: Sequence[Visit],
+        counts: Sequence[RowCounts],
+        experts_ns: Sequence[Ns],
+    ) -> None:
+        """Take all dies through layers by a schedule of single dies, in which nothing waits here.
 
-    def meet(self, op: str, exchange_ns: int) -> None:
-        """Make a dispatch or a combine of all dies."""
+        By microbatch: `counts` of rows, and the time of the experts on each die in each layer with experts,
+        [layers, domains, dies] in ns.
+        """
+        self._counts, self._experts = counts, [iter(of_layers) for of_layers in experts_ns]
+        self._known: dict[tuple[int, int], Ns] = {}  # by stage and microbatch
+        self._exchange_ns: dict[Op, int] = {}
+        self.begin_layers()
+        for waits in schedule([self] * len(counts), lambda: [*visits], _end_layer).__await__():
+            raise AssertionError(f"{waits}: a schedule waits, but its time is not the clock's")
+
+    def begin_layers(self) -> None:
+        """Compute the times that are equal in all layers."""
+
+    @property
+    def ends_ns(self) -> Ns:
+        """Virtual times in ns at which members of the lockstep are done."""
+        return self.attention
+
+    # ---- as a runner --------------------------------------------------------------------------------
+
+    def at(self, **place: int) -> None:
+        """Set the microbatch that is to run, and the place in the model for later trace spans."""
+        self._microbatch = place.get("microbatch", 0)
+        self.drawing.at(**place)
+
+    def enter(self, layer: Layer, cache: KVCache, event: int) -> None:
+        """Set the layer whose stages are priced; no frame has its rows."""
+        self._layer = layer
+
+    async def stage(self, stage: Stage) -> None:
+        """Run a stage on each die."""
+        key = id(stage), self._microbatch
+        if stage.rows == "received":
+            (ns,) = self._next_experts()
+        elif key in self._known:
+            ns = self._known[key]
+        else:
+            ns = self._known[key] = self._price_rows(stage)
         start = self.attention
-        end = int(start.max()) + exchange_ns
-        self.attention = np.full_like(start, end)
-        self.drawing.meeting(op, "XCCL", start, self.attention)
+        self.attention = start + ns
+        self.drawing.spans(stage.core.upper(), stage.name, start, self.attention)
+
+    async def meet(self, meet: Meet) -> None:
+        """Make a dispatch or a combine of all dies."""
+        op: Op = "dispatch" if "dispatch" in meet.op else "combine"
+        if op not in self._exchange_ns:
+            self._exchange_ns[op] = self.exchange_ns(op, int(self._counts[self._microbatch].rows.max()))
+        start = self.attention
+        self.attention = np.full_like(start, int(start.max()) + self._exchange_ns[op])
+        self.drawing.meeting(meet.op.replace("_", " "), "XCCL", start, self.attention)
+
+    def exchange_ns(self, op: Op, batch: int) -> int:
+        """Return the time in ns of a dispatch or combine of all dies; the fullest die has `batch` rows."""
+        stretch = self.spec.barrier_stretch.value
+        return round(self.cost.exchange_ns(op, len(self.dies), batch, self.copies, stretch))
+
+    def _next_experts(self) -> Ns:
+        """Return the time of experts in the microbatch's next layer that has some [domains, dies]."""
+        return next(self._experts[self._microbatch])
+
+    def _price_rows(self, stage: Stage) -> Ns:
+        """Price a stage on each die's own rows; experts, too, where a single die has all of them."""
+        counts, prices = self._counts[self._microbatch], []
+        copies_of = self.frame.config.num_experts_per_tok if stage.name == "Experts" else 0
+        for num_rows, context, kv_tokens in counts.few:
+            copies = num_rows * copies_of
+            work = Counts(num_rows, context, kv_tokens, copies, min(copies, len(self.frame.slots)))
+            prices.append(round(self.price_of(stage, self._layer, work)) if num_rows else 0)
+        return np.array(prices, np.int64)[counts.of_die]
+
+
+async def _end_layer(layer_idx: int) -> None:
+    """Ignore the end of a layer, which only dies as tasks report."""
 
 
 class DisaggregatedTimetable(Timetable):
-    """Timetable with expert dies; `experts` has the time of each expert die so far, in ns.
-
-    `carrier` carries pulled rows.
-    """
+    """Timetable with expert dies; `experts` has the time of each expert die so far, in ns."""
 
     def __init__(
         self,
-        dies: Sequence[Die],
-        hidden: int,
-        way: Way,
+        executors: Sequence[Executor],
+        copies: int,
         expert_dies: Sequence[Die],
         num_domains: int,
-        num_microbatches: int,
-        carrier: Carrier,
     ) -> None:
-        super().__init__(dies, hidden, way, num_domains)
+        super().__init__(executors, copies, num_domains)
         self.expert_dies, self._num_domains = expert_dies, num_domains
-        self._num_places = num_domains * num_microbatches
-        self._per_domain = len(dies) // num_domains
+        self._per_domain = len(self.dies) // num_domains
         self.expert_drawing = Drawing(expert_dies)
+        carrier = executors[0].mem.walk.carrier
+        assert carrier != "rdma"  # cards of several kinds of hardware have no twin
         self._carrier = carrier
 
-    def begin_apart(self, attention: Ns, experts: Ns) -> None:
-        """Begin a run at the times in ns when attention dies [A] and expert dies came."""
-        self.begin(attention)
+    def begin(self, came: Ns) -> None:
+        """Begin a run at the times in ns when attention dies and, after them, expert dies came."""
+        attention, experts = np.split(came, [len(self.dies)])
+        super().begin(attention)
         self.expert_drawing.begin()
         self.experts = experts.copy()
         self._received = self._sent = int(experts.max(initial=0))
-        self._sent_at = [0] * self._num_places  # when the buffers of a place were last free
 
-    def token_times(self, rows: Ns, copies: int) -> TokenTimes:
-        """Compute the times of a microbatch with `rows` [A] on each die, each row for `copies` experts."""
-        cost, carrier, num_ranks = self.cost, self._carrier, len(self.expert_dies)
+    def begin_layers(self) -> None:
+        """Compute the times of tokens on their ways."""
+        self._times = [self._token_times(counts.rows) for counts in self._counts]
+        self._leaves: list[list[int]] = [[] for _ in self._counts]  # of answers, by domain
+        # When the buffers of a microbatch of a domain were last free.
+        self._sent_at = [[0] * self._num_domains for _ in self._counts]
+
+    def _token_times(self, rows: Ns) -> TokenTimes:
+        """Compute the times of a microbatch with `rows` [A] on each die."""
+        cost, carrier, copies, num_ranks = self.cost, self._carrier, self.copies, len(self.expert_dies)
         most = [int(mine.max(initial=0)) for mine in rows.reshape(self._num_domains, -1)]
         ops: tuple[Op, Op] = "dispatch", "combine"
         among = [
             [round(cost.among_ns(op, num_ranks, n, copies, carrier, self._per_domain)) for n in most]
             for op in ops
         ]
-        counts, of_die = np.unique(rows, return_inverse=True)
-        post = [round(cost.post_ns(count, carrier)) for count in counts.tolist()]
-        back = [round(cost.return_ns(count, copies, carrier)) for count in counts.tolist()]
+        few, of_die = np.unique(rows, return_inverse=True)
+        post = [round(cost.post_ns(count, carrier)) for count in few.tolist()]
+        back = [round(cost.return_ns(count, copies, carrier)) for count in few.tolist()]
         return TokenTimes(np.array(post)[of_die], np.array(back)[of_die], *among)
+
+    async def meet(self, meet: Meet) -> None:
+        """Send the microbatch to the experts, or wait for its answers."""
+        if meet.op == "a2e":
+            self._go_away_and_serve()
+        else:
+            self._come_back()
 
     # ---- attention dies -----------------------------------------------------------------------------
 
-    def come_back(self, leaves_ns: Sequence[int], times: TokenTimes) -> None:
-        """Wait for a microbatch's answers, which left the trampolines of each domain at `leaves_ns`.
-
-        Nothing happens if the microbatch is not away.
-        """
-        if not leaves_ns:
-            return
-        before = self.attention
-        ready = np.repeat(leaves_ns, self._per_domain) + times.return_ns
+    def _come_back(self) -> None:
+        """Wait for the microbatch's answers, which have left the trampolines of each domain."""
+        before, m = self.attention, self._microbatch
+        ready = np.repeat(self._leaves[m], self._per_domain) + self._times[m].return_ns
         self.attention = np.maximum(before, ready)
         if not self.drawing.is_on:
             return
@@ -137,59 +213,58 @@ class DisaggregatedTimetable(Timetable):
             self.drawing.spans("XCCL", "E2A'", before, self.attention, domain)
             for at, die, _ in self.drawing.of(domain):
                 if self.attention[at] > before[at]:
-                    key = "E2A'", die, self.drawing.place(domain)["microbatch"]
-                    self.drawing.trace.arrive(key, "E2A'", die, "XCCL", int(self.attention[at]) - 1)
+                    self.drawing.trace.arrive(
+                        ("E2A'", die, m), "E2A'", die, "XCCL", int(self.attention[at]) - 1
+                    )
 
     def _draw_post(self, domain: int, before: Ns) -> None:
         """Draw A2E's bulk stage of a domain in the trace."""
         self.drawing.spans("XCCL", "A2E", before, self.attention, domain)
         for at, die, _ in self.drawing.of(domain):
-            key = "A2E", die, self.drawing.place(domain)["microbatch"]
+            key = "A2E", die, self._microbatch
             self.drawing.trace.depart(key, "A2E", die, "XCCL", int(self.attention[at]) - 1)
 
     # ---- expert dies --------------------------------------------------------------------------------
 
-    def serve(self, microbatch: int, times: TokenTimes, kernels_ns: Ns) -> list[int]:
-        """Post a microbatch and serve it on the expert dies; return when each domain's answers leave, in ns.
+    def _go_away_and_serve(self) -> None:
+        """Post the microbatch, and serve it on the expert dies.
 
-        Expert dies serve a domain when its last attention die has posted. kernels_ns [domains, expert dies]
-        is their time.
+        Expert dies serve a domain when its last attention die has posted.
         """
-        before = self.attention
-        self.attention = before + times.post_ns
-        posted, leaves = self.attention.reshape(self._num_domains, -1).max(axis=1).tolist(), []
+        before, m, kernels_ns = self.attention, self._microbatch, self._next_experts()
+        self.attention = before + self._times[m].post_ns
+        posted = self.attention.reshape(self._num_domains, -1).max(axis=1).tolist()
+        self._leaves[m] = []
         for domain, posted_ns in enumerate(posted):
             if self.drawing.is_on:
                 self._draw_post(domain, before)
-            leaves.append(self._serve_item(microbatch, domain, posted_ns, times, kernels_ns[domain]))
-        return leaves
+            self._leaves[m].append(self._serve(domain, posted_ns, kernels_ns[domain]))
 
-    def _serve_item(
-        self, microbatch: int, domain: int, posted_ns: int, times: TokenTimes, kernels_ns: Ns
-    ) -> int:
+    def _serve(self, domain: int, posted_ns: int, kernels_ns: Ns) -> int:
         """Serve an item by A2E, experts and E2A; return when its answers leave, in ns.
 
-        It is pipelined with the items around it.
+        An item is the microbatch of a domain. It is pipelined with the items around it.
         """
-        place = microbatch * self._num_domains + domain
+        m, times = self._microbatch, self._times[self._microbatch]
         # The three streams of an expert die each take one item after another.
-        start = max(posted_ns, self._received, self._sent_at[place])
+        start = max(posted_ns, self._received, self._sent_at[m][domain])
         self._received = received = start + times.dispatch_ns[domain]
         begin = np.maximum(self.experts, received)
         self.experts = begin + kernels_ns
         computed = max(int(self.experts.max()), self._sent)
-        self._sent = self._sent_at[place] = sent = computed + times.combine_ns[domain]
+        self._sent = self._sent_at[m][domain] = sent = computed + times.combine_ns[domain]
         if self.expert_drawing.is_on:
-            self._draw_item(microbatch, domain, (start, received), begin, (computed, sent))
+            self._draw_item(domain, (start, received), begin, (computed, sent))
         return sent
 
     def _draw_item(
-        self, microbatch: int, domain: int, receiving: tuple[int, int], begin: Ns, sending: tuple[int, int]
+        self, domain: int, receiving: tuple[int, int], begin: Ns, sending: tuple[int, int]
     ) -> None:
         """Draw an item in the three streams of the expert dies, with arrows from and to attention dies.
 
         Attention dies have trampolines as `comm.trampoline.layout` deals them out.
         """
+        microbatch = self._microbatch
         drawing, name = self.expert_drawing, stream_item(microbatch, domain)
         trace, place = drawing.trace, self.drawing.place(domain)
         for lane, called in ((COMPUTE, name), ("AIC", "Experts")):
@@ -204,6 +279,6 @@ class DisaggregatedTimetable(Timetable):
                 trace.depart(("E2A'", attention, microbatch), "E2A'", die, SEND, sending[1] - 1)
 
     @property
-    def experts_end_ns(self) -> int:
-        """Virtual time in ns at which the last answers have left the expert dies."""
-        return self._sent
+    def ends_ns(self) -> Ns:
+        """Virtual times in ns at which members are done; expert dies, when the last answers have left."""
+        return np.concatenate([self.attention, np.maximum(self.experts, self._sent)])

@@ -1,16 +1,16 @@
-"""Dispatch and combine of a timing-only run: real barriers of the ranks, with the cost of `comm/cost.py`.
+"""Dispatch and combine as barriers of the ranks in virtual time, each of which ends for all at once.
 
-No row moves. A late rank still makes the others wait, and every rank learns how many rows it would have
-received.
+A late rank makes the others wait. In a timing-only run no row moves: loads are drawn, and every rank learns
+how many rows it would have received. In lockstep the last rank to come moves the rows of all.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -38,47 +38,133 @@ class ExchangeLoad(NamedTuple):
     shared: float
 
 
+class RankLoad(NamedTuple):
+    """Load of a rank's die after a dispatch: rows received, and the work to bill for them (`walk.ends`)."""
+
+    received: int
+    bill: tuple[float, float, float]
+
+
+Settle: TypeAlias = Callable[[Op, int, Mapping[int, float]], tuple[float, Sequence[RankLoad]]]
+"""Maps an operation, its event and each rank's tokens to the time in ns and, after a dispatch, all loads."""
+
+
 @dataclass
 class _RankPlace:
     """Rank's timeline, the load of its latest dispatch, and the tokens that it brought."""
 
     timeline: Timeline
-    load: ExchangeLoad | None = None
+    load: RankLoad | None = None
     num_tokens: int = 0
 
 
 class AmongClock:
     """Dispatch and combine between all ranks of a colocated group, in one of their microbatches.
 
-    The last `num_shared` ranks hold copies of the shared expert, to which each token sends a copy too. With
-    `num_shared` 0, the ranks in excess of the routed experts hold such copies, and redundant slots spread the
-    routed copies over all dies (XDS 7.1). `config.of_dies` bills as if the ranks were a sample of so many
-    dies. Without it `held` says how many experts each rank has. Microbatches have hubs of their own, each
-    with a `stream` of random numbers. `placed` knows the places of experts and replicas, if these are given.
-    Then, with `num_shared` 0, each die has the shared expert for itself, and `num_primary` dies have experts
-    of their own. `lane` is the lane of the exchanges in traces; if the ranks push rows, the operations have
-    the fused names there.
+    The last rank to come calls `settle`. `top_k` is the number of a token's answers; ranks that push rows
+    (`pushes`) sum them. `lane` is the lane of the exchanges in traces.
     """
 
     def __init__(
         self,
         clock: Clock,
+        dies: Sequence[int],
+        timeout_ns: int,
+        settle: Settle,
+        top_k: int,
+        lane: str = "XCCL",
+        pushes: bool = False,
+    ) -> None:
+        self.clock, self.dies, self.timeout_ns, self.settle = clock, dies, timeout_ns, settle
+        self._lane, self._fused = lane, "fused " if pushes else ""
+        self._answers = () if pushes else (top_k,)  # for each token
+        self._places: dict[DieRank, _RankPlace] = {}
+        # Of the latest events: last arrival at the dispatch - first arrival.
+        self.spreads_ns: dict[int, int] = {}
+        self.priced_ns: dict[Op, float] = {"dispatch": 0.0, "combine": 0.0}  # all so far, without waiting
+        self._meetings: dict[tuple[Op, int], Meeting[Sequence[RankLoad]]] = {}
+
+    def end(self, rank: DieRank, timeline: Timeline) -> Exchange:
+        """Make a rank's end of the exchange."""
+        self._places[rank] = _RankPlace(timeline)
+        return Exchange(
+            partial(self.dispatch, rank),
+            partial(self.combine, rank),
+            partial(self.bill, rank),
+            lambda epoch: self._meetings.clear(),  # all unfinished exchanges, after a rollback
+        )
+
+    async def dispatch(self, rank: DieRank, x: Array, topk_idx: Array, event_id: int) -> Received:
+        """Take a rank's part in a dispatch of x [T, H]; return shapes of the rows for its experts."""
+        place = self._places[rank]
+        place.num_tokens = len(x)
+        place.load = (await self._meet("dispatch", rank, event_id))[rank]
+        return received(place.load.received, x.shape[1])
+
+    async def combine(self, rank: DieRank, expert_out: Array, topk_weights: Array, event_id: int) -> Array:
+        """Take a rank's part in a combine; return the shape [T, K, H], or [T, H] if fused."""
+        await self._meet("combine", rank, event_id)
+        return shape_only(np.float32, self._places[rank].num_tokens, *self._answers, expert_out.shape[1])
+
+    def bill(self, rank: DieRank, received: int) -> tuple[float, float, float]:
+        """Return a rank's work to bill after the latest dispatch.
+
+        Token copies for routed experts, stretched; the number of experts with rows; rows for a copy of the
+        shared expert.
+        """
+        load = self._places[rank].load
+        assert load is not None
+        return load.bill
+
+    async def _meet(self, op: Op, rank: DieRank, event: int) -> Sequence[RankLoad]:
+        """Join the dispatch or combine of an event with a rank's tokens, and wait for its end."""
+        place, key = self._places[rank], (op, event)
+        start = await place.timeline.catch_up()
+        meeting = self._meetings.get(key)
+        if meeting is None:
+            members, settle = range(len(self.dies)), partial(self._settle, op)
+            meeting = Meeting(self.clock, f"{self._fused}{op}", event, members, self.timeout_ns, settle)
+            self._meetings[key] = meeting
+        meeting.come(rank, place.num_tokens)
+        await meeting.wait(rank)
+        place.timeline.waited(self._lane, op, start, meeting.op)
+        meeting.draw(self.dies, rank, place.timeline.die, self._lane)
+        return meeting.value
+
+    def _settle(self, op: Op, meeting: Meeting[Sequence[RankLoad]]) -> tuple[float, Sequence[RankLoad]]:
+        del self._meetings[op, meeting.event]
+        duration_ns, loads = self.settle(op, meeting.event, meeting.came)
+        if op == "dispatch":
+            self.spreads_ns[meeting.event] = meeting.last_ns - meeting.first_ns
+            self.spreads_ns.pop(meeting.event - KEPT, None)
+        self.priced_ns[op] += duration_ns
+        return duration_ns, loads
+
+
+class DrawnLoads:
+    """Draws the loads of exchanges between `num_ranks` ranks for a timing-only run, in one microbatch.
+
+    The last `num_shared` ranks hold copies of the shared expert, to which each token sends a copy too. With
+    `num_shared` 0, the ranks in excess of the routed experts hold such copies, and redundant slots spread the
+    routed copies over all dies (XDS 7.1). `config.of_dies` bills as if the ranks were a sample of so many
+    dies. Without it `held` says how many experts each rank has. Microbatches each have a `stream` of random
+    numbers. `placed` knows the places of experts and replicas, if these are given. Then, with `num_shared` 0,
+    each die has the shared expert for itself, and `num_primary` dies have experts of their own.
+    """
+
+    def __init__(
+        self,
         cost: CommCost,
         model: ModelConfig,
-        dies: Sequence[int],
+        num_ranks: int,
         config: TimingConfig,
-        timeout_ns: int,
         stream: int = 0,
         held: Sequence[int] = (),
         placed: PlacedRouting | None = None,
         num_primary: int = 0,
         num_shared: int = 0,
-        lane: str = "XCCL",
     ) -> None:
-        self._lane, self._is_fused = lane, cost.way == "push"
-        self._places: dict[DieRank, _RankPlace] = {}
-        self.clock, self.cost, self.model, self.dies, self.stream = clock, cost, model, dies, stream
-        self.num_ranks, self.timeout_ns = len(dies), timeout_ns
+        self.cost, self.model, self.num_ranks, self.stream = cost, model, num_ranks, stream
         self.num_dies = config.of_dies or self.num_ranks
         # Routed experts by rank, as far as these ranks are all that there are.
         self.held = held if config.of_dies is None and any(held) else ()
@@ -92,94 +178,40 @@ class AmongClock:
             self.num_routed, self.num_shared = self.num_ranks, num_shared
             self.routing, self._num_sharing = placed, num_primary
         self.copies = model.num_experts_per_tok + (self.num_shared > 0)
-        # Of the latest events: last arrival at the dispatch - first arrival.
-        self.spreads_ns: dict[int, int] = {}
-        self.priced_ns: dict[Op, float] = {"dispatch": 0.0, "combine": 0.0}  # all so far, without waiting
-        self._meetings: dict[tuple[str, int], Meeting[ExchangeLoad]] = {}
 
-    def end(self, rank: DieRank, timeline: Timeline) -> Exchange:
-        """Make a rank's end of the exchange."""
-        self._places[rank] = _RankPlace(timeline)
-        return Exchange(
-            partial(self.dispatch, rank),
-            partial(self.combine, rank),
-            partial(self.bill, rank),
-            lambda epoch: None,  # exchanges after a rollback have new event IDs, so they are new meetings
-        )
+    def settle(self, op: Op, event: int, came: Mapping[int, float]) -> tuple[float, Sequence[RankLoad]]:
+        """Draw where the tokens that `came` from each rank go; return the time in ns, and ranks' loads."""
+        top_k, total = self.model.num_experts_per_tok, sum(came.values()) * self.num_dies / self.num_ranks
+        drawn = event, self.stream, round(total * top_k)
+        routed = self.routing.counts(*drawn)
+        # A port is as busy as the rank that sends most; or that receives most, beyond ordinary imbalance.
+        stretch = self.cost.spec.barrier_stretch.value
+        batch = max(max(came.values()), float(routed.max()) / (top_k * stretch))
+        price_ns = self.cost.exchange_ns(op, self.num_dies, batch, self.copies, stretch)
+        if op == "combine":
+            return price_ns, ()
+        self.routing.collect(*drawn)
+        shared = total / self.num_shared if self.num_shared else 0.0
+        load = ExchangeLoad(routed, total * top_k / self._num_sharing, shared)
+        return price_ns, [self._of(rank, load) for rank in range(self.num_ranks)]
 
-    async def dispatch(self, rank: DieRank, x: Array, topk_idx: Array, event_id: int) -> Received:
-        """Take a rank's part in a dispatch of x [T, H]; return shapes of the rows for its experts."""
-        place = self._places[rank]
-        place.num_tokens = len(x)
-        place.load = await self._meet("dispatch", rank, event_id)
-        routed, shared = self._rows(rank, place.load)
-        return received(routed + math.ceil(shared), x.shape[1])
+    def _of(self, rank: int, load: ExchangeLoad) -> RankLoad:
+        """Compute the load of a rank from that of all ranks.
 
-    async def combine(self, rank: DieRank, expert_out: Array, topk_weights: Array, event_id: int) -> Array:
-        """Take a rank's part in a combine; return the shape [T, K, H], or [T, H] if fused."""
-        await self._meet("combine", rank, event_id)
-        copies = () if self._is_fused else (self.model.num_experts_per_tok,)
-        return shape_only(np.float32, self._places[rank].num_tokens, *copies, expert_out.shape[1])
-
-    def bill(self, rank: DieRank, received: int) -> tuple[float, float, float]:
-        """Return a rank's work to bill after the latest dispatch.
-
-        Token copies for routed experts, stretched; the number of experts with rows; rows for a copy of the
-        shared expert. Where no die is said to have such copies, they are billed as rows of a routed expert.
+        Where no die is said to have copies of the shared expert, they are billed as rows of a routed expert.
         Where a die may have both, the hotter one is billed.
         """
-        load = self._places[rank].load
-        assert load is not None
-        routed, shared = self._rows(rank, load)
+        routed = int(load.routed[rank]) if rank < self.num_routed else 0
+        first = self.num_dies - self.num_shared if self.has_copies else self.num_routed
+        shared = load.shared if rank >= first else 0.0
+        num_rows = routed + math.ceil(shared)
         if rank >= self.num_routed:
-            return (0, 0, shared) if self.has_copies else (shared, 1, 0)
+            return RankLoad(num_rows, (0, 0, shared) if self.has_copies else (shared, 1, 0))
         held = self.held[rank] if self.held else max(1.0, self.model.n_routed_experts / self.num_dies)
         copies = self.cost.spec.billed_copies(float(routed), load.mean)
         if not self.has_copies and rank >= self.num_dies - self.num_shared:
             copies = max(copies, load.shared)
-        return copies, min(routed, held), shared
-
-    def _rows(self, rank: DieRank, load: ExchangeLoad) -> tuple[int, float]:
-        """Return the rows for routed experts on a rank's die, and for a copy of the shared expert."""
-        routed = int(load.routed[rank]) if rank < self.num_routed else 0
-        first = self.num_dies - self.num_shared if self.has_copies else self.num_routed
-        return routed, load.shared if rank >= first else 0.0
-
-    async def _meet(self, op: str, rank: DieRank, event: int) -> ExchangeLoad:
-        """Join the dispatch or combine of an event with a rank's tokens, and wait for its end."""
-        place = self._places[rank]
-        start = await place.timeline.catch_up()
-        key = (op, event)
-        meeting = self._meetings.get(key)
-        if meeting is None:
-            meeting = Meeting(self.clock, op, event, range(self.num_ranks), self.timeout_ns, self._settle)
-            self._meetings[key] = meeting
-        meeting.come(rank, place.num_tokens)
-        await meeting.wait(rank)
-        place.timeline.waited(self._lane, op, start, f"fused {op}" if self._is_fused else None)
-        meeting.draw(self.dies, rank, place.timeline.die, self._lane)
-        return meeting.value
-
-    def _settle(self, meeting: Meeting[ExchangeLoad]) -> tuple[float, ExchangeLoad]:
-        del self._meetings[meeting.op, meeting.event]
-        top_k, tokens = self.model.num_experts_per_tok, sum(meeting.came.values())
-        total = tokens * self.num_dies / self.num_ranks
-        drawn = meeting.event, self.stream, round(total * top_k)
-        routed = self.routing.counts(*drawn)
-        load = ExchangeLoad(
-            routed, total * top_k / self._num_sharing, total / self.num_shared if self.num_shared else 0.0
-        )
-        # A port is as busy as the rank that sends most; or that receives most, beyond ordinary imbalance.
-        stretch = self.cost.spec.barrier_stretch.value
-        batch = max(max(meeting.came.values()), float(routed.max()) / (top_k * stretch))
-        if meeting.op == "dispatch":
-            self.routing.collect(*drawn)
-            self.spreads_ns[meeting.event] = meeting.last_ns - meeting.first_ns
-            self.spreads_ns.pop(meeting.event - KEPT, None)
-        op: Op = "dispatch" if meeting.op == "dispatch" else "combine"
-        price_ns = self.cost.exchange_ns(op, self.num_dies, batch, self.copies, stretch)
-        self.priced_ns[op] += price_ns
-        return price_ns, load
+        return RankLoad(num_rows, (copies, min(routed, held), shared))
 
 
 def received(num_rows: int, hidden: int, expert_idx: npt.NDArray[np.int32] | None = None) -> Received:
