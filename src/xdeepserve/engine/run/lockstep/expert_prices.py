@@ -53,17 +53,15 @@ class ExpertPrices:
             return received
         most, base = int(copied.max(initial=0)) + 1, int(received.max(initial=0)) + 1
         num_domains = len(num_tokens)
-        cases = (self._profiles[:, None] * most + copied) * num_domains + np.arange(num_domains)[:, None]
-        few, case = np.unique(cases, return_inverse=True)  # of kind, rows for a copy, and domain
-        profile_of = [self._profile_of[layer] for layer in layers]
-        keys = case.reshape(cases.shape)[profile_of] * base + received
-        prices = np.zeros(len(few) * base, np.int64)
-        for key in np.flatnonzero(np.bincount(keys.reshape(-1))).tolist():
-            number, count = divmod(key, base)
-            if count:
-                rest, domain = divmod(int(few[number]), num_domains)
-                prices[key] = self._price(*divmod(rest, most), count, int(num_tokens[domain]))
-        return prices[keys]
+        kinds = self._profiles[[self._profile_of[layer] for layer in layers]]
+        cases = (kinds[:, None] * most + copied) * num_domains + np.arange(num_domains)[:, None]
+        few, case = np.unique(cases * base + received, return_inverse=True)
+        prices = []
+        for key in few.tolist():
+            rest, count = divmod(key, base)
+            rest, domain = divmod(rest, num_domains)
+            prices.append(self._price(*divmod(rest, most), count, int(num_tokens[domain])) if count else 0)
+        return np.array(prices, np.int64)[case].reshape(received.shape)
 
     def _price(self, kind: int, shared: int, count: int, num_tokens: int) -> int:
         """Return the time in ns for `count` rows, `shared` of them for a copy of the shared expert."""

@@ -64,8 +64,8 @@ class Heads:
         self._spread([(head_stage, (*args, frames[0].config.vocab_size))])
 
     def _draw(self, executors: Sequence[Executor]) -> None:
-        """Draw the tokens of dies whose logits are made and need no changes."""
-        if not executors:
+        """Draw the tokens of dies whose logits are made and need no changes; a single die draws its own."""
+        if len(executors) < 2:
             return
         logits = [each.runner.frame.logits for each in executors]
         given = columns([(each.plan, range(len(of))) for each, of in zip(executors, logits, strict=True)], 1)
