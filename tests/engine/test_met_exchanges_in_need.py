@@ -6,6 +6,7 @@ import functools
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.engine.lockstep import (
@@ -21,8 +22,10 @@ from tests.engine.lockstep import (
 from tests.engine.remains import check_nothing_is_left
 from tests.model.hf_fixtures import BY_NAME
 from xdeepserve import LLM, SamplingParams
+from xdeepserve.engine.dp.events import Mended
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.errors import XDeepServeError
+from xdeepserve.history import History, serve
 from xdeepserve.hw.faults import Fault
 from xdeepserve.llm import digest
 from xdeepserve.model.checkpoint import open_checkpoint
@@ -123,6 +126,23 @@ def test_who_is_late_costs_time_alone(settings: tuple[str, ...], fault: Fault) -
     quiet, late = (served((*settings, "lockstep=true"), *faults) for faults in ((), (fault,)))
     assert quiet[0] == late[0] == served((*settings, "lockstep=false"))[0]
     assert late[1] > quiet[1]
+
+
+@pytest.mark.parametrize("settings", MET, ids=str)
+def test_steps_called_back_between_dispatch_and_combine_run_again(settings: tuple[str, ...]) -> None:
+    overrides = ("dies=4", "lockstep=true", "max_model_len=64", *settings)
+    history = History("colocated", overrides, PROMPTS, PARAMS)
+    quiet = serve(history, is_traced=True)
+    begun = [
+        span.start_ns
+        for span in quiet.trace.spans
+        if span.node == 0 and span.name.endswith("combine") and span.lane.startswith("XCCL")
+    ]
+    for at_ns in begun[len(begun) // 3 :: len(begun) // 3][:2]:
+        glitch = Fault(at_ns / 1000 - 0.05, 3, "glitch", code="mte-error")
+        told = serve(msgspec.structs.replace(history, faults=[glitch]), hears=(Mended,))
+        assert told.digest == quiet.digest
+        assert len(told.of(Mended)) == 1
 
 
 @pytest.mark.parametrize("settings", MET, ids=str)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal
 
 import msgspec
 
@@ -99,7 +99,7 @@ def draw(seed: int, deployments: Sequence[str], config: ModelConfig) -> FaultSch
         rng = random.Random(f"chaos {rule.chaos} {seed}")
         if rule.chaos and rng.random() < 0.3:
             tes = [te.place for te in fit(resolve(deployment, settings), config)]
-            faults += _page_faults(rng, kind, tes, config, faults)
+            faults += _more_faults(rng, kind, tes, config, faults)
     faults.sort(key=lambda fault: (fault.at_us or 0, fault.target))
     drawn = FaultSchedule(deployment, settings, seed, num_requests, clock_seed, tuple(faults), pool)
     return _with_servers(random.Random(f"chaos servers {seed}"), drawn, config)
@@ -172,21 +172,30 @@ def _way_faults(rng: random.Random, num_dies: int, others: Collection[int | None
     return []
 
 
-def _page_faults(
+DRAWN: Mapping[str, Callable[[random.Random], Any]] = {  # what a fault of a die says, but for its page
+    "for_us": lambda rng: round(10 ** rng.uniform(0, 3), 3),
+    "factor": lambda rng: round(10 ** rng.uniform(0.1, 1), 1),
+    "by_us": lambda rng: round(10 ** rng.uniform(-1, 2), 3),
+    "code": lambda rng: rng.choice(GLITCHES),
+}
+
+
+def _more_faults(
     rng: random.Random, kind: Kind, tes: Sequence[TEPlace], config: ModelConfig, others: Sequence[Fault]
 ) -> list[Fault]:
-    """Draw faults of pages, of one kind, on dies without another fault; mostly KV pages where there are
-    some."""
+    """Draw faults of one kind on dies without another fault; those of pages mostly where there is KV."""
     taken = {fault.die for fault in others}
     dies = [die for te in tes for die in te.every_die if die not in taken]
     with_kv = {die for te in tes for die in te.dies}
     faults = []
     for die in rng.sample(dies, min(rng.choice((1, 1, 2)), len(dies))):
-        page: int | str = rng.randrange(NUM_PAGES)
-        if die in with_kv and rng.random() < 0.8:
+        needs = RULES["die", kind].needs
+        page: int | str | None = rng.randrange(NUM_PAGES) if "page" in needs else None
+        if page is not None and die in with_kv and rng.random() < 0.8:
             layer = rng.randrange(config.num_hidden_layers)
             page = rng.choice((f"kv/{layer}/latent", f"kv/{layer}/k_pe", *WITH_KV))
-        faults.append(Fault(round(10 ** rng.uniform(0, 4.7), 3), die, kind, page=page))
+        says = {field: DRAWN[field](rng) for field in needs if field in DRAWN}
+        faults.append(Fault(round(10 ** rng.uniform(0, 4.7), 3), die, kind, page=page, **says))
     return faults
 
 

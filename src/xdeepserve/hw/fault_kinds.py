@@ -52,7 +52,7 @@ class Rule(NamedTuple):
     is_of_a_moment: bool = False  # over at once; else a fault without for_us lasts for ever
     needs_all_dies: bool = False  # what mends it waits for every die of a TE
     tried: tuple[Mapping[str, Any], ...] = ()  # fields of typical faults
-    chaos: str = ""  # name of the random numbers by which chaos draws such faults of pages on any die
+    chaos: str = ""  # name of the random numbers by which chaos draws such faults on any die
     button: str = ""
 
 

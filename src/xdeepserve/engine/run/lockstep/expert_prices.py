@@ -60,7 +60,8 @@ class ExpertPrices:
         for key in few.tolist():
             rest, count = divmod(key, base)
             rest, domain = divmod(rest, num_domains)
-            prices.append(self._price(*divmod(rest, most), count, int(num_tokens[domain])) if count else 0)
+            kind, shared = divmod(rest, most)
+            prices.append(self._price(kind, shared, count, int(num_tokens[domain])) if count else 0)
         return np.array(prices, np.int64)[case].reshape(received.shape)
 
     def _price(self, kind: int, shared: int, count: int, num_tokens: int) -> int:

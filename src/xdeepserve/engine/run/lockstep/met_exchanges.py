@@ -25,8 +25,10 @@ from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.run.lockstep import tables
 from xdeepserve.engine.run.lockstep.colocated import PUSH, AmongTwin, ColocatedLockstep
 from xdeepserve.engine.run.lockstep.kernels import attention as a
+from xdeepserve.engine.walk.ends import Exchange
 from xdeepserve.engine.walk.timeline import Timeline
 from xdeepserve.engine.ways.among.clock import AmongClock, RankLoad
+from xdeepserve.hw.die import Die
 from xdeepserve.step.frame import Frame
 from xdeepserve.step.shard import GATHER
 from xdeepserve.step.stage import LayerProgram, Meet, Stage
@@ -89,8 +91,17 @@ def met_exchanges(
     where = lockstep.clock, [die.index for die in dies], walk.timeout_ns
     hub = AmongClock(*where, settle, executors[0].config.num_experts_per_tok, lane, twin is PUSH)
     for executor, runner in zip(executors, runners, strict=True):
-        runner.exchange = hub.end(executor.rank, Timeline(executor.die))
+        end = hub.end(executor.rank, Timeline(executor.die))
+        runner.exchange = end._replace(reset=partial(_reset, end, executor.die, exchange[1]))
     return lockstep
+
+
+def _reset(end: Exchange, die: Die, layout: Layout | FusedLayout, epoch: int) -> None:
+    """Forget all unfinished exchanges after a rollback, with the answers that were pushed to a die."""
+    end.reset(epoch)
+    if isinstance(layout, FusedLayout):
+        flags = die.memory.metadata.regions[layout.region("token_flags")]
+        die.memory.write(flags.offset, bytes(flags.nbytes))
 
 
 def _settle(
