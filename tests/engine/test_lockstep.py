@@ -39,7 +39,7 @@ from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sampling_params import SamplingParams
-from xdeepserve.engine.run.lockstep import colocated, disaggregated
+from xdeepserve.engine.run.lockstep import colocated, dimensions, disaggregated
 from xdeepserve.engine.run.lockstep.heads import Heads
 from xdeepserve.engine.run.lockstep.kernels import one_die
 from xdeepserve.engine.run.lockstep.kernels import sync as sync_kernels
@@ -292,11 +292,13 @@ def test_int8_attention_where_a_layer_bears_it() -> None:
     assert found != serve(variant(), "moe-attention", "int8", overrides(SHAPES[0], "mtp=1"))[0]
 
 
+@pytest.mark.parametrize("light", [dimensions.LIGHT, 0], ids=["by dies", "by columns"])
 @pytest.mark.parametrize("threads", [2, 3])
-def test_threads_do_not_matter(threads: int) -> None:
-    assert run("int8", SHAPES[0], "lockstep=true") == run(
-        "int8", SHAPES[0], "lockstep=true", f"threads={threads}"
-    )
+def test_threads_do_not_matter(threads: int, light: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads share dies or, where weights are many, the columns of each product."""
+    one = run("int8", SHAPES[0], "lockstep=true")
+    monkeypatch.setattr(dimensions, "LIGHT", light)
+    assert run("int8", SHAPES[0], "lockstep=true", f"threads={threads}") == one
 
 
 @pytest.mark.parametrize("threads", [2, 9])

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import carray, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from xdeepserve.jit.compiling import array_part, part
@@ -38,6 +39,22 @@ def add_at(typingctx: Any, address: Any, amount: Any) -> Any:
         return context.get_dummy_value()
 
     return types.none(types.int64, types.int64), codegen
+
+
+@intrinsic
+def prefetch_at(typingctx: Any, address: Any) -> Any:
+    """Prefetch the 64 bytes at `address`; they need not exist."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        word = ir.IntType(32)
+        at = builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+        kind = ir.FunctionType(ir.VoidType(), [at.type, word, word, word])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        hints = [ir.Constant(word, hint) for hint in (0, 3, 1)]  # to read, into the nearest cache, data
+        builder.call(function, [at, *hints])
+        return context.get_dummy_value()
+
+    return types.none(types.int64), codegen
 
 
 @array_part

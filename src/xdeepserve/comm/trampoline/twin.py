@@ -1,8 +1,8 @@
 """Byte twin of A2E and E2A, for dies in lockstep: both ends, step by step.
 
     write_token, post_tokens   A2E 3-4             attention dies post their tokens
-    a2e_stage                  A2E 5-7, A2E' 3-4   trampolines pull; a row goes to the die of each expert
-    e2a_stage                  E2A 5-7, E2A' 2-4   answers are pulled; trampolines sum up by weight, and post
+    a2e_stage                  A2E 5-7, A2E' 3     trampolines pull, and write a row for each expert's die
+    e2a_stage                  E2A 4-7, E2A' 2-4   answers are pulled; trampolines sum up by weight, and post
     come_back                  E2A' 5-7            attention dies add them
 
 `s` has, besides what the twin of `exchange` needs, the bytes of rows and of a block of answers (`A2ELayout`):
@@ -20,7 +20,7 @@ from xdeepserve.comm.exchange.twin import (
     TOKEN_FIELDS,
     TOKEN_ROWS,
     load_answer,
-    post_rows,
+    post_answers,
     pull_answers,
     write_rows,
 )
@@ -147,34 +147,35 @@ def answer_tokens(s, way, served, answer_fields, event, order, counts, values):
 
 @kernel
 def a2e_stage(s, ways, served, bounds, bases, expert_rank, event, counts, orders, sents, faults, worker, num):
-    """A share of the expert dies, for the tokens of each domain: pull_tokens on trampolines, then write_rows
-    and post_rows.
+    """A share of the expert dies, for the tokens of each domain: pull_tokens on trampolines, then write_rows.
 
-    By domain, a first axis of all: ways [R, 15]; served: attention ranks, those of expert rank x from
-    bounds[x] to bounds[x + 1]; bases [A]; expert_rank: of each physical expert; counts [A] out; orders [R,
-    max_tokens * copies] out; sents [R, R] out: rows to each rank; faults [R].
+    By domain, a first axis of all: ways [R, NUM_WAY_COLUMNS]; served: attention ranks, those of expert rank x
+    from bounds[x] to bounds[x + 1]; bases [A]; expert_rank: of each physical expert; counts [A] out; orders
+    [R, max_tokens * copies] out; sents [R, R] out: rows to each rank; faults [R].
     """
     for d in range(ways.shape[0]):
-        for first, last in blocks_of(worker, num, s.num_ranks):
-            for x in range(first, last):
-                way, mine = ways[d, x], served[d, bounds[d, x] : bounds[d, x + 1]]
-                faults[d, x] = pull_tokens(s, way, mine, bases[d], event, counts[d])
-                num_tokens = 0 if faults[d, x] else way[NUM_TOKENS]
-                tokens = arrived_tokens(s, way)
-                write_rows(s, way, expert_rank[d], orders[d, x], sents[d, x], num_tokens, tokens)
-            post_rows(s, ways[d], first, last, event, sents[d])
+        for x in dies_of(worker, num, s.num_ranks):
+            way, mine = ways[d, x], served[d, bounds[d, x] : bounds[d, x + 1]]
+            faults[d, x] = pull_tokens(s, way, mine, bases[d], event, counts[d])
+            num_tokens = 0 if faults[d, x] else way[NUM_TOKENS]
+            tokens = arrived_tokens(s, way)
+            write_rows(s, way, expert_rank[d], event, orders[d, x], sents[d, x], num_tokens, tokens)
 
 
 @kernel
-def e2a_stage(s, ways, served, bounds, answer_fields, event, counts, orders, sents, faults, worker, num):
-    """A share of the expert dies, for each domain: pull the answers to the rows sent; trampolines hand them
-    on."""
-    answered = np.empty(s.num_ranks, np.int64)
+def e2a_stage(
+    s, ways, served, bounds, answer_fields, event, counts, orders, sents, received, faults, worker, num
+):  # fmt: skip
+    """A share of the expert dies, for each domain: post and pull the answers to the rows sent; trampolines
+    hand them on. received [R, R], a domain first: rows that each rank has answered."""
+    answered, senders = np.empty(s.num_ranks, np.int64), np.empty(s.num_ranks, np.int64)
     values = np.empty(s.hidden, np.float32)
-    for x in dies_of(worker, num, s.num_ranks):
+    for first, last in blocks_of(worker, num, s.num_ranks):
         for d in range(ways.shape[0]):
-            way = ways[d, x]
-            faults[d, x] = pull_answers(s, way, ways[d], event, sents[d, x], answered)
-            if not faults[d, x]:
-                mine = served[d, bounds[d, x] : bounds[d, x + 1]]
-                answer_tokens(s, way, mine, answer_fields[d], event, orders[d, x], counts[d], values)
+            post_answers(s, ways[d], first, last, received[d])
+            for x in range(first, last):
+                way = ways[d, x]
+                faults[d, x] = pull_answers(s, way, ways[d], event, sents[d, x], answered, senders)
+                if not faults[d, x]:
+                    mine = served[d, bounds[d, x] : bounds[d, x + 1]]
+                    answer_tokens(s, way, mine, answer_fields[d], event, orders[d, x], counts[d], values)

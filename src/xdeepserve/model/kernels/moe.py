@@ -7,7 +7,16 @@ import numpy as np
 from xdeepserve.jit.compiling import kernel, part
 from xdeepserve.model import canonical as c
 from xdeepserve.model.kernels.codegen import LANES
-from xdeepserve.model.kernels.simd import prefetch, round_bf16, splat, tree_sum
+from xdeepserve.model.kernels.simd import (
+    first_equal,
+    max_of,
+    maximum,
+    only_first,
+    prefetch,
+    round_bf16,
+    splat,
+    tree_sum,
+)
 from xdeepserve.model.kernels.vector_math import exp, put, sigmoid, take
 
 GATE_EPS = c.GATE_EPS
@@ -16,13 +25,22 @@ IN_ORDER = np.empty(0, np.int32)  # no places: see combine
 
 
 @part
-def _best_of(choice, start, size):
-    """Return the first of the largest of choice[start : start + size]."""
-    left, best = choice[start : start + size], 0  # counted from 0: an index might be negative else
-    for e in range(1, size):
-        if left[e] > left[best]:
-            best = e
-    return start + best
+def _largest(choice, start, size):
+    """Return the largest number of choice[start : start + size]."""
+    top = splat(-INFINITY)
+    for i in range(0, size, LANES):
+        top = maximum(only_first(take(choice, start + i, size - i), size - i, -INFINITY), top)
+    return max_of(top)
+
+
+@part
+def _place_of(choice, start, size, number):
+    """Return the first place of a number in choice[start : start + size]; `start` if there is none."""
+    for i in range(0, size, LANES):
+        lane = first_equal(take(choice, start + i, size - i), number)
+        if lane < min(size - i, LANES):
+            return start + i + lane
+    return start
 
 
 @part
@@ -60,15 +78,19 @@ def gate(
             for e in range(0, num_experts, LANES):
                 left = num_experts - e
                 put(scores, e, sigmoid(take(logits, t * num_experts + e, left)), left)
+        for e in range(0, num_experts, LANES):
+            left = num_experts - e
+            score = take(scores, e, left)
+            put(choice, e, score + take(bias, e, left) if bias.size > 0 else score, left)
         for g in range(n_group):
-            first, second, best = -INFINITY, -INFINITY, g * per_group
-            for e in range(g * per_group, (g + 1) * per_group):
-                choice[e] = scores[e] + bias[e] if bias.size > 0 else scores[e]
-                if choice[e] > first:
-                    first, second, best = choice[e], first, e
-                elif choice[e] > second:
-                    second = choice[e]
-            group_score[g], group_best[g] = first + second if per_group > 1 else first, best
+            start = g * per_group
+            first = _largest(choice, start, per_group)
+            best = _place_of(choice, start, per_group, first)
+            group_score[g], group_best[g] = first, best
+            if per_group > 1:  # the second largest, too
+                choice[best] = -INFINITY
+                group_score[g] += _largest(choice, start, per_group)
+                choice[best] = first
         # A group stays open if fewer than topk_group groups beat it; ties go to the lower index.
         for g in range(n_group):
             better = 0
@@ -90,7 +112,8 @@ def gate(
             total += scores[best]
             choice[best] = -INFINITY
             g = best // per_group
-            group_best[g] = _best_of(choice, g * per_group, per_group)
+            start = g * per_group
+            group_best[g] = _place_of(choice, start, per_group, _largest(choice, start, per_group))
         for slot in range(top_k):
             w = topk_weights[t, slot]
             if norm_topk_prob:

@@ -10,6 +10,7 @@ once (multiplications and additions are never fused), so the bits do not depend 
     store, store_part   the other way round; `part` touches nothing behind the first `count`
     splat               one number in all lanes
     tree_sum, max_of    over the lanes; the sum adds the upper half to the lower, like canonical.lane_sum
+    first_equal         the first lane with a number
     to_f32              integers to floats
 
 Positions are flat indices into C-contiguous arrays, and are not checked. A uint8 array holds signed numbers
@@ -369,6 +370,19 @@ def only_first(typingctx: Any, a: Any, count: Any, other: Any) -> Any:
         return builder.select(first_lanes(builder, args[1]), args[0], broadcast(builder, args[2], VF32))
 
     return f32x16(f32x16, types.intp, types.float32), codegen
+
+
+@intrinsic
+def first_equal(typingctx: Any, a: Any, x: Any) -> Any:
+    """Return the first lane that is equal to the float32 `x`; 16 if none is."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        is_equal = builder.fcmp_ordered("==", args[0], broadcast(builder, args[1], VF32))
+        lanes = builder.zext(builder.bitcast(is_equal, ir.IntType(LANES)), ir.IntType(64))
+        end = ir.Constant(ir.IntType(64), 1 << LANES)
+        return builder.cttz(builder.or_(lanes, end), ir.Constant(ir.IntType(1), 1))
+
+    return types.intp(f32x16, types.float32), codegen
 
 
 @intrinsic

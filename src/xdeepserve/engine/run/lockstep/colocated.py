@@ -239,12 +239,12 @@ def _pull_send(g: ColocatedLockstep, event: int) -> Call:
 
 
 def _pull_answer(g: ColocatedLockstep, at: int, event: int) -> Call:
-    args = (g.exchange, g.ways[None], g.experts[at], g.sent[None], g.received[at][None])
+    args = (g.exchange, g.ways[None], g.experts[at], g.sents[None], g.sent[None], g.received[at][None])
     return e.expert_stage, (*args, event, g.faults[at, :1])
 
 
 def _pull_collect(g: ColocatedLockstep, at: int, event: int) -> Call:
-    kept = (g.orders, g.sents, g.scratch, g.faults[at, 1], g.sync)
+    kept = (g.orders, g.sents, g.received[at], g.scratch, g.faults[at, 1], g.sync)
     return d.combine_stage, (*_rows(g, at), g.ways, event, *kept)
 
 

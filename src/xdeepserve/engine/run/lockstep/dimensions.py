@@ -17,6 +17,9 @@ from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.weights import weight_specs
 
+LIGHT = 1 << 18
+"""Bytes of a layer's weights, experts aside, that stay in a core's cache beside the rows that use them."""
+
 
 class Shape(NamedTuple):
     """Dimensions of the model on a die with attention, in elements unless they say bytes."""
@@ -48,14 +51,18 @@ class Shape(NamedTuple):
     blocks_per_seq: int
     scratch: int
     first_phase: int  # of a layer's kernels
+    is_light: bool  # its weights stay in the cache of each core
     is_int8: bool
     bf16_answers: bool  # what experts make is rounded to BF16 before it is summed,
     int8_answers: bool  # or to INT8
     matrix: Array  # empty, of the dtype of heads' matrices: float32, or BF16 as uint16 if is_int8
 
     @classmethod
-    def of(cls, mem: DieMemory, latent_eps: float) -> Shape:
-        """Return the dimensions of a die with attention, which hold for all others like it."""
+    def of(cls, mem: DieMemory, latent_eps: float, layer_nbytes: int) -> Shape:
+        """Return the dimensions of a die with attention, which hold for all others like it.
+
+        layer_nbytes: weights of its largest layer, experts aside.
+        """
         c, recipe, placed = mem.config, mem.recipe, mem.placed
         is_elsewhere = placed.where == "away" or placed.num_shared_dies > 0
         is_dispatched = placed.where != "away" and placed.num_shared_dies > 0
@@ -87,6 +94,7 @@ class Shape(NamedTuple):
             blocks_per_seq=mem.kv.sizes.max_blocks_per_seq,
             scratch=scratch_size(mem.steps.max_model_len, c.kv_lora_rank, c.qk_rope_head_dim),
             first_phase=0 if c.attention == "mla" else QUANTIZE,
+            is_light=layer_nbytes <= LIGHT,
             is_int8=recipe == "int8",
             bf16_answers=recipe == "int8" and not c.int8_answers,
             int8_answers=c.int8_answers,

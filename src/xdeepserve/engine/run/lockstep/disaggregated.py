@@ -218,14 +218,15 @@ def _pull_forward(g: DisaggregatedLockstep, m: int, at: int, event: int) -> Call
 
 def _pull_answer(g: DisaggregatedLockstep, m: int, at: int, event: int) -> Call:
     item = g.items[m]
-    args = (g.exchange, item.ways, g.experts[at], item.sent, item.received, event)
+    args = (g.exchange, item.ways, g.experts[at], item.sents, item.sent, item.received, event)
     return e.expert_stage, (*args, g.expert_faults[at, m, 1])
 
 
 def _pull_back(g: DisaggregatedLockstep, m: int, at: int, event: int) -> Call:
     item = g.items[m]
     args = (g.exchange, item.ways, item.served, item.bounds, item.answer_fields, event)
-    return twin.e2a_stage, (*args, item.counts, item.orders, item.sents, g.expert_faults[at, m, 2])
+    kept = (item.counts, item.orders, item.sents, item.received)
+    return twin.e2a_stage, (*args, *kept, g.expert_faults[at, m, 2])
 
 
 def _push_forward(g: DisaggregatedLockstep, m: int, at: int, event: int) -> Call:

@@ -220,10 +220,11 @@ class Lockstep(ABC):
         """Find the addresses of buffers and weights; once, when the memories are real."""
         executors, first = self.executors, self.executors[0]
         mem = first.mem
-        self.shape = Shape.of(mem, LATENT_NORM_EPS)
-        self.buffers = tables.buffers(executors, self.spaces)
         # Passes through layers: an MTP layer that is used again has a cache of its own each time.
         self.columns = [list(column) for column in zip(*map(_passes, executors), strict=True)]
+        layer_nbytes = max(tables.weights_nbytes(column[0]) for column in self.columns)
+        self.shape = Shape.of(mem, LATENT_NORM_EPS, layer_nbytes)
+        self.buffers = tables.buffers(executors, self.spaces)
         self._pass_at = {id(cache): i for i, cache in enumerate(first.caches)}
         replicas = [executor.mem.replicas for executor in executors]
         self.weights = np.stack(
@@ -236,7 +237,10 @@ class Lockstep(ABC):
         size = max(self.shape.scratch, rows * mem.config.hidden_size)
         self.scratch = np.empty((self.num_threads, size), np.float32)
         num_beside = min(a.AT_ONCE, len(executors) * mem.steps.max_tokens) if len(executors) > 1 else 0
-        self.beside, self._beside = tables.beside(first, self.spaces[0], self.buffers[0], num_beside)
+        places = [
+            tables.beside(first, self.spaces[0], self.buffers[0], num_beside) for _ in range(self.num_threads)
+        ]
+        self.beside, self._beside = np.stack([table for table, _ in places]), [memory for _, memory in places]
 
     @abstractmethod
     def prepare(self) -> None:

@@ -83,6 +83,13 @@ def beside(executor: Executor, space: Workspace, row: Array, num_rows: int) -> t
     return table, memory
 
 
+def weights_nbytes(layer: Layer) -> int:
+    """Return the size in bytes of a layer's weights, without its routed experts."""
+    linears = (each.w for name in a.LINEARS if (each := find(layer, name)) is not None)
+    vectors = (find(layer, name) for name in a.VECTORS)
+    return sum(each.nbytes for each in (*linears, *vectors) if each is not None)
+
+
 def layer_weights(
     layers: Sequence[Layer], caches: Sequence[KVCache], replicas: Sequence[ReplicaMap | None]
 ) -> Table:
@@ -111,7 +118,8 @@ def _region(die: Die, area: str, name: str) -> tuple[int, int]:
 
 
 def ways(dies: Sequence[Die], layout: Layout) -> Table:
-    """Return the table of dispatch and combine on each die of a group, [R, 15]; columns of A2E stay 0."""
+    """Return the table of dispatch and combine on each die of a group, [R, NUM_WAY_COLUMNS]; columns of A2E
+    stay 0."""
     table = np.zeros((len(dies), x.NUM_WAY_COLUMNS), np.int64)
     for way, die in zip(table, dies, strict=True):
         way[x.BASE] = base(die.memory)
@@ -131,7 +139,7 @@ def ways(dies: Sequence[Die], layout: Layout) -> Table:
 
 
 def no_ways(dies: Sequence[Die]) -> Table:
-    """Return the table of dies that pull nothing, [R, 15]: base addresses only."""
+    """Return the table of dies that pull nothing, [R, NUM_WAY_COLUMNS]: base addresses only."""
     table = np.zeros((len(dies), x.NUM_WAY_COLUMNS), np.int64)
     table[:, x.BASE] = [base(die.memory) for die in dies]
     return table
@@ -176,7 +184,7 @@ class Item(NamedTuple):
     Kernels take the tables of all domains of a microbatch, `stacked`.
     """
 
-    ways: Table  # [R, 15], expert dies
+    ways: Table  # [R, NUM_WAY_COLUMNS], expert dies
     ends: Table  # [R, 7], the same where they exchange by push; else [0, 7]
     attention: Table  # [A of the domain, 8]
     bases: Table  # [A of the domain]

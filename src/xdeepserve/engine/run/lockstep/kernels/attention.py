@@ -44,6 +44,7 @@ NUM_WEIGHTS = 31
 
 # Rows, see `attention`. AT_ONCE is also how many of several dies go side by side, and through a head.
 MANY, AT_ONCE, FEW = 64, 128, 32
+MANY_OF_A_DIE = 8
 
 H, POSITIONS, SLOTS, SEQ_OF, BLOCK_TABLES, NUM_SEQS = range(6)
 NUM_INPUTS = 6
@@ -99,12 +100,15 @@ def _caches(s, weights):
 
 
 @part
-def append(s, kv, q, ws, weights, inputs, lo):
-    """Append the new latents kv of rows from `lo` on to the cache, and apply RoPE to their queries."""
+def append(s, kv, q, ws, lead, weights, inputs, lo):
+    """Append the new latents kv of rows from `lo` on to the cache, and apply RoPE to their queries.
+
+    lead, weights: rows of the table, of the die that lends its weights and of the die with the cache.
+    """
     rows = kv.shape[0]
     positions, slots = i32_flat(inputs[POSITIONS] + 4 * lo, rows), i32_flat(inputs[SLOTS] + 4 * lo, rows)
     cos, sin = f32(ws[COS], ws[ROTARY_SIZE], s.rope // 2), f32(ws[SIN], ws[ROTARY_SIZE], s.rope // 2)
-    kv_norm = f32_flat(weights[KV_NORM], s.kv_lora)
+    kv_norm = f32_flat(lead[KV_NORM], s.kv_lora)
     latent8, scales, latent, none, pe_cache = _caches(s, weights)
     if s.is_int8:
         k.append_kv(latent8, scales, pe_cache, slots, kv, kv_norm, s.latent_eps, positions, cos, sin)
@@ -246,9 +250,10 @@ def attention(phase, s, rows, ws, weights, inputs, dies, scratch, worker, num):
 
     From MANY rows for each thread on, a thread takes some rows through all phases, about AT_ONCE at a time.
     Absorbed queries, float32 for each head, would not stay in its cache until the next phase. With fewer
-    rows, threads share the weights, which are equal on all dies.
+    rows, or only a few of each die, threads share the weights, which are equal on all dies.
     """
-    (first, last), is_apart, lead = share(rows, worker, num), rows >= MANY * num, weights[dies.which[0]]
+    (first, last), lead = share(rows, worker, num), weights[0]
+    is_apart = rows >= MANY * num and rows >= MANY_OF_A_DIE * dies.which.size
     q = f32(ws[Q], rows, s.heads * (s.nope + s.rope))
     if phase == APPEND:
         kv = f32(ws[KV], rows, s.kv_lora + s.rope)
@@ -256,7 +261,7 @@ def attention(phase, s, rows, ws, weights, inputs, dies, scratch, worker, num):
             at, end, lo = rows_of_die(dies, i, first, last)
             if at < end:
                 die = dies.which[i]
-                append(s, kv[at:end], q[at:end], ws, weights[die], inputs[die], lo + at)
+                append(s, kv[at:end], q[at:end], ws, lead, weights[die], inputs[die], lo + at)
         if not is_apart:
             # What append turns is the end of each head, and what this reads the beginning.
             absorb(s, ws, lead, 0, rows, worker, num)
@@ -277,11 +282,11 @@ def attention(phase, s, rows, ws, weights, inputs, dies, scratch, worker, num):
             for i in range(dies.which.size):
                 at, end, lo = rows_of_die(dies, i, first, last)
                 die = dies.which[i]
-                _all_the_way(s, q, ws, weights[die], inputs[die], lo, at, end, scratch)
+                _all_the_way(s, q, ws, lead, weights[die], inputs[die], lo, at, end, scratch)
 
 
 @array_part
-def _all_the_way(s, q, ws, weights, inputs, lo, at, end, scratch):
+def _all_the_way(s, q, ws, lead, weights, inputs, lo, at, end, scratch):
     """Absorb, attend and unabsorb the rows [at, end), counted from `lo`.
 
     A matrix unit takes all rows of a sequence at once; rows between such sequences go step by step.
@@ -290,8 +295,8 @@ def _all_the_way(s, q, ws, weights, inputs, lo, at, end, scratch):
     tables = i32(inputs[BLOCK_TABLES], inputs[NUM_SEQS], s.blocks_per_seq)
     latent8, scales, _, _, pe_cache = _caches(s, weights)
     out = f32(ws[HEADS_OUT], end, s.heads * s.v_dim)
-    w_uk = head_weights(s, weights[W_UK], s.nope, s.kv_lora, 0, s.heads)
-    w_uv = head_weights(s, weights[W_UV], s.kv_lora, s.v_dim, 0, s.heads)
+    w_uk = head_weights(s, lead[W_UK], s.nope, s.kv_lora, 0, s.heads)
+    w_uv = head_weights(s, lead[W_UV], s.kv_lora, s.v_dim, 0, s.heads)
     first = at
     while at < end:
         stop = at + 1
@@ -301,14 +306,14 @@ def _all_the_way(s, q, ws, weights, inputs, lo, at, end, scratch):
             out[at:stop], q[at:stop], s.heads, s.rope, w_uk, w_uv, positions[at:stop], tables[seq_of[at]],
             latent8, scales, pe_cache, s.softmax_scale, weights[INT8_ATTENTION] != 0, scratch,
         ):  # fmt: skip
-            _step_by_step(s, q, ws, weights, inputs, lo, first, at, scratch)
+            _step_by_step(s, q, ws, lead, weights, inputs, lo, first, at, scratch)
             first = stop
         at = stop
-    _step_by_step(s, q, ws, weights, inputs, lo, first, end, scratch)
+    _step_by_step(s, q, ws, lead, weights, inputs, lo, first, end, scratch)
 
 
 @part
-def _step_by_step(s, q, ws, weights, inputs, lo, first, last, scratch):
+def _step_by_step(s, q, ws, lead, weights, inputs, lo, first, last, scratch):
     """Absorb, attend and unabsorb the rows [first, last), about FEW at a time.
 
     So q_lat and o_lat stay in the processor's cache.
@@ -317,9 +322,9 @@ def _step_by_step(s, q, ws, weights, inputs, lo, first, last, scratch):
     for turn in range(turns):
         at, end = share(last - first, turn, turns)
         at, end = first + at, first + end
-        absorb(s, ws, weights, at, end - at, 0, 1)
+        absorb(s, ws, lead, at, end - at, 0, 1)
         attend(s, q, ws, weights, inputs, lo, at, end, scratch, 0, 1)
-        unabsorb(s, ws, weights, at, end - at, 0, 1)
+        unabsorb(s, ws, lead, at, end - at, 0, 1)
 
 
 @array_part

@@ -3,16 +3,16 @@
 Rows, fields and buffers are those of `comm/exchange`, whose twin writes them; the arithmetic before and after
 is that of `step`. Between two kernels of an exchange lies a barrier.
 
-    dispatch_stage   dispatch 2-4                send every row to the die of each of its experts
-    expert_stage     dispatch 5-7, combine 2-4   see `experts`
-    combine_stage    combine 5-7                 pull answers; add weighted sum, shared expert and residual
+    dispatch_stage   dispatch 2-3                write every row for the die of each of its experts
+    expert_stage     dispatch 4-7, combine 2-3   see `experts`
+    combine_stage    combine 4-7                 pull answers; add weighted sum, shared expert and residual
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from xdeepserve.comm.exchange.twin import load_answer, post_rows, pull_answers, write_rows
+from xdeepserve.comm.exchange.twin import load_answer, post_answers, pull_answers, write_rows
 from xdeepserve.comm.twin import Tokens, blocks_of, dies_of
 from xdeepserve.engine.run.lockstep.kernels.attention import (
     Q8,
@@ -43,42 +43,48 @@ def own_tokens(s, ws, one):
 def dispatch_stage(s, ws, cuts, ways, expert_rank, event, orders, sents, one, worker, num):
     """Dispatch the rows of a worker's share of the dies, under `event`.
 
-    ways [R, 15], expert_rank: of each physical expert; orders [R, max_tokens * K] and sents [R, R] out; one:
-    address of the scale of rows that are not quantised.
+    ways [R, NUM_WAY_COLUMNS], expert_rank: of each physical expert; orders [R, max_tokens * K] and sents
+    [R, R] out; one: address of the scale of rows that are not quantised.
     """
-    for first, last in blocks_of(worker, num, s.num_ranks):
-        for x in range(first, last):
-            tokens = own_tokens(s, ws[x], one)
-            write_rows(s, ways[x], expert_rank, orders[x], sents[x], cuts[x, 1] - cuts[x, 0], tokens)
-        post_rows(s, ways, first, last, event, sents)
+    for x in dies_of(worker, num, s.num_ranks):
+        rows, tokens = cuts[x, 1] - cuts[x, 0], own_tokens(s, ws[x], one)
+        write_rows(s, ways[x], expert_rank, event, orders[x], sents[x], rows, tokens)
 
 
 @kernel
 def combine_stage(
-    s, e, ws, beside, weights, inputs, cuts, ways, event, orders, sents, scratch, faults, sync, worker, num
+    s, e, ws, beside, weights, inputs, cuts, ways, event, orders, sents, received, scratch, faults, sync,
+    worker, num,
 ):  # fmt: skip
     """Compute the shared expert of all dies, then combine the answers of `event` on a share of the dies.
 
-    The sums are added to the dies' rows in place. faults [R] out. s, e: shapes of the layers and of the
-    exchange; weights: of the layer that the rows come from; beside: see `layer_stage`; scratch: float32
-    [workers, at least max_tokens * copies * hidden].
+    The sums are added to the dies' rows in place. received [R, R]: rows answered; faults [R] out. s, e:
+    shapes of the layers and of the exchange; weights: of the layer that the rows come from; beside: see
+    `layer_stage`; scratch: float32 [workers, at least max_tokens * copies * hidden].
     """
     shared_expert(s, ws, beside, weights, cuts, sync, worker, num)
-    answered = np.empty(e.num_ranks, np.int64)
-    for x in dies_of(worker, num, e.num_ranks):
-        faults[x] = pull_answers(e, ways[x], ways, event, sents[x], answered)
-        rows = cuts[x, 1] - cuts[x, 0]
-        if faults[x] or not rows:
-            continue
-        count, num_copied = rows * s.top_k, rows if s.copies > s.top_k else 0
-        outputs = scratch[worker, : (count + num_copied) * s.hidden].reshape(count + num_copied, s.hidden)
-        for i in range(count + num_copied):
-            token, slot = orders[x, i] // s.copies, orders[x, i] % s.copies
-            load_answer(e, outputs[token * s.top_k + slot if slot < s.top_k else count + token], ways[x], i)
-        h = f32(inputs[x, H], rows, s.hidden)
-        shared = f32(ws[x, SHARED], rows, s.hidden) if s.shared else outputs[count:]
-        topk_weights = f32(ws[x, TOPK_WEIGHTS], rows, s.top_k)
-        k.combine(h, outputs[:count], k.IN_ORDER, topk_weights, shared, s.bf16_answers)
+    answered, senders = np.empty(e.num_ranks, np.int64), np.empty(e.num_ranks, np.int64)
+    for first, last in blocks_of(worker, num, e.num_ranks):
+        post_answers(e, ways, first, last, received)
+        for x in range(first, last):
+            rows = cuts[x, 1] - cuts[x, 0]
+            faults[x] = pull_answers(e, ways[x], ways, event, sents[x], answered, senders)
+            if not faults[x] and rows:
+                _add_up(s, e, ws[x], inputs[x], rows, ways[x], orders[x], scratch[worker])
+
+
+@part
+def _add_up(s, e, ws, inputs, rows, way, order, scratch):
+    """Add the answers that a die has pulled, by weight, and its shared expert's to its rows."""
+    count, num_copied = rows * s.top_k, rows if s.copies > s.top_k else 0
+    outputs = scratch[: (count + num_copied) * s.hidden].reshape(count + num_copied, s.hidden)
+    for i in range(count + num_copied):
+        token, slot = order[i] // s.copies, order[i] % s.copies
+        load_answer(e, outputs[token * s.top_k + slot if slot < s.top_k else count + token], way, i)
+    h = f32(inputs[H], rows, s.hidden)
+    shared = f32(ws[SHARED], rows, s.hidden) if s.shared else outputs[count:]
+    topk_weights = f32(ws[TOPK_WEIGHTS], rows, s.top_k)
+    k.combine(h, outputs[:count], k.IN_ORDER, topk_weights, shared, s.bf16_answers)
 
 
 layer_part, dispatch_part, expert_part, combine_part = map(
@@ -106,10 +112,11 @@ def run_layers(
             dispatch_part(e, ws, cuts, ways, expert_rank, event, orders, sents, one, worker, num)
             wait(sync, num)
             expert_part(
-                e, ways[None], experts[at], sent[None], received[at][None], event, faults[at, :1], worker, num
-            )
+                e, ways[None], experts[at], sents[None], sent[None], received[at][None], event,
+                faults[at, :1], worker, num,
+            )  # fmt: skip
             wait(sync, num)
             combine_part(
-                s, e, ws, beside, weights[at], inputs, cuts, ways, event, orders, sents, scratch,
-                faults[at, 1], sync, worker, num,
+                s, e, ws, beside, weights[at], inputs, cuts, ways, event, orders, sents, received[at],
+                scratch, faults[at, 1], sync, worker, num,
             )  # fmt: skip

@@ -9,13 +9,14 @@ import numpy as np
 
 from xdeepserve.comm.exchange.answers import SCALE_NBYTES
 from xdeepserve.comm.exchange.twin import (
+    COMBINE_EVENT,
     DISPATCH_FIELDS,
     DISPATCH_ROWS,
     HEADER_NBYTES,
     NUM_RECEIVED,
     SCALE_AT,
     answer_row,
-    post_answers,
+    post_rows,
     pull,
     write_answers,
 )
@@ -186,10 +187,12 @@ def quantise_answer(s, row, at):
 
 
 @part
-def _quantise_answers(s, way, out, received):
-    """Write the rows of INT8 answers from `out`, float32 [N, H], by source rank."""
-    n = 0
-    for peer in range(s.num_ranks):
+def _quantise_answers(s, way, out, total, received, senders):
+    """Write the rows of `total` INT8 answers from `out`, float32 [N, H], by source rank."""
+    n, at = 0, 0
+    while n < total:
+        peer = senders[at]
+        at += 1
         for i in range(received[peer]):
             quantise_answer(s, answer_row(s, way, peer, i), out + 4 * n * s.hidden)
             n += 1
@@ -203,38 +206,41 @@ def pulled_tokens(s, way):
 
 
 @part
-def _answer(s, ways, x, die, sent, received, event, mine, space):
+def _answer(s, ways, x, die, sent, received, senders, event, mine, space):
     """Pull the tokens for rank x, run its experts, and write the answers; return 0 or a fault.
 
     After a fault no answer rows are sent.
     """
     way = ways[x]
     rows, fields = way[DISPATCH_ROWS], way[DISPATCH_FIELDS]
-    total = pull(rows, s.dispatch_nbytes, s.max_rows, fields, ways, event, received)
-    way[NUM_RECEIVED] = max(total, 0)
+    total = pull(rows, s.dispatch_nbytes, s.max_rows, fields, ways, event, received, senders)
+    way[NUM_RECEIVED], way[COMBINE_EVENT] = max(total, 0), event
     fault = max(-total, 0)
     if total > 0:
         fault = run_experts(s, pulled_tokens(s, way), total, die, sent, mine, space)
     if fault:
         received[:] = 0
     elif s.int8_answers:
-        _quantise_answers(s, way, sent, received)
+        _quantise_answers(s, way, sent, total, received, senders)
     else:
-        write_answers(s, way, sent, received)
+        write_answers(s, way, sent, total, received, senders)
     return fault
 
 
 @kernel
-def expert_stage(s, ways, dies, sent, received, event, faults, worker, num):
-    """Receive tokens, run the experts of a layer and send the answers, on a worker's share of the dies.
+def expert_stage(s, ways, dies, sents, sent, received, event, faults, worker, num):
+    """Receive tokens, run the experts of a layer and write the answers, on a worker's share of the dies.
 
     dies [R, NUM_EXPERT_COLUMNS]. The other tables have a first axis of exchanges, which follow one another:
-    ways [R, 15]; sent [R]: addresses of the answers' buffers; received [R, R] out: rows from each rank;
-    faults [R] out.
+    ways [R, NUM_WAY_COLUMNS]; sents [R, R]: rows of each rank by destination; sent [R]: addresses of the
+    answers' buffers; received [R, R] out: rows from each rank; faults [R] out.
     """
     mine, space = scratch_of(s)
+    senders = np.empty(s.num_ranks, np.int64)
     for first, last in blocks_of(worker, num, s.num_ranks):
         for d in range(ways.shape[0]):
+            post_rows(s, ways[d], first, last, sents[d])
             for x in range(first, last):
-                faults[d, x] = _answer(s, ways[d], x, dies[x], sent[d, x], received[d, x], event, mine, space)
-            post_answers(s, ways[d], first, last, event, received[d])
+                faults[d, x] = _answer(
+                    s, ways[d], x, dies[x], sent[d, x], received[d, x], senders, event, mine, space
+                )

@@ -106,7 +106,7 @@ def routes(ws, rows, top_k):
 @part
 def layer_phase(phase, s, h, ws, weights, inputs, dies, is_moe, scratch, worker, num):
     """Run a thread's part of a phase of a layer on the rows h [T, H] of `dies`, whose buffers are ws."""
-    rows, (first, last), lead = h.shape[0], share(h.shape[0], worker, num), weights[dies.which[0]]
+    rows, (first, last), lead = h.shape[0], share(h.shape[0], worker, num), weights[0]
     if phase < a.APPEND:
         a.project(phase, s, h, ws, lead, worker, num)
     elif phase < a.QUANTIZE:
