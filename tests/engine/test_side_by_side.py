@@ -20,7 +20,7 @@ from xdeepserve.model.packing import pack_bf16, pack_f32
 def groups_of_dies(cuts: np.ndarray) -> list[tuple[list[int], list[int], list[int]]]:
     found, first = [], 0
     while first < len(cuts):
-        dies, first = next_dies(cuts, first)
+        dies, first = next_dies(cuts, first, len(cuts))
         found.append((list(dies.which), list(dies.starts), list(dies.from_row)))
     return found
 

@@ -11,7 +11,7 @@ import pytest
 from xdeepserve.cli import main
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.errors import DeploymentError, InputError
-from xdeepserve.planner.sweep import Point, SweepResult, beyond, bound_of, measure, points, sweep
+from xdeepserve.planner.sweep import BOUNDS, Point, SweepResult, beyond, bound_of, measure, points, sweep
 from xdeepserve.planner.sweep_command import Labels, best_lines
 
 Capture = pytest.CaptureFixture[str]
@@ -80,6 +80,14 @@ def test_what_a_sweep_says_adds_up() -> None:
     assert len(points("tiny-r1", "colocated", {"mtp": ["0", "0"]}, [1, 1], [256])) == 1
     with pytest.raises(DeploymentError):
         resolve("colocated", ["no_such=1"])
+
+
+@pytest.mark.parametrize("how", [("tp=2",), ("tp=2", "tp_mode=sp-tp-sp"), ("o_proj_tp=2",)], ids=str)
+def test_collectives_of_dp_groups_are_exchanges(how: tuple[str, ...]) -> None:
+    shares = measure(Point("tiny", "colocated", ("dies=2", *how), 4, 128)).shares
+    collectives = {name for name in shares if "-" in name}
+    assert collectives
+    assert collectives <= {*BOUNDS["exchange"]}
 
 
 @pytest.mark.parametrize(("routed", "bound"), [(16, "experts"), (64, "attention")])

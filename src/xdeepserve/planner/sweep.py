@@ -37,7 +37,10 @@ FEED = ("Gate", "Experts", "MLP", "SharedExpert")
 BOUNDS = {  # what a stage's time is the fault of, by its name
     "attention": ATTENTION,
     "experts": FEED,
-    "exchange": ("dispatch", "combine", "A2E", "E2A", "all_reduce", "all_gather", "all_to_all"),
+    "exchange": (
+        *("dispatch", "combine", "A2E", "E2A"),
+        *("all-reduce", "all-gather", "all-to-all", "reduce-scatter"),
+    ),
 }
 
 

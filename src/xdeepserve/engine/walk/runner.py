@@ -285,6 +285,8 @@ class Runner:
             case "all_to_all":
                 slices = [given[f.slice_of(len(given), rank)] for rank in range(f.group_size)]
                 f.parts = await group.to_slices(slices)
+            case _:
+                raise AssertionError(f"no collective of a DP group is called {meet.op}")
 
     async def _among_groups(self, meet: Meet) -> None:
         """Take part in a collective of DP groups of one die each, which may differ in rows."""
