@@ -76,7 +76,8 @@ class DMA:
         routes: Mapping[tuple[int, int], int] = MappingProxyType({}),
     ) -> None:
         """Let the time of a transfer pass, from when the engine is free, at both ends' ports."""
-        await self.gate.passed()
+        if self.gate.is_shut:
+            await self.gate.passed()
         fabric, spec = self.fabric, self.fabric.spec
         # Reading and writing overlap: the slower side is the time.
         link_ns = weight * max(

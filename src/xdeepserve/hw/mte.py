@@ -152,7 +152,8 @@ class MTE:
         crossing: tuple[Integers, Integers] | None = None,
     ) -> None:
         """Let the time of a copy pass, at both engines and at the ports that it crosses."""
-        await self.gate.passed()
+        if self.gate.is_shut:
+            await self.gate.passed()
         fabric, spec = self.fabric, self.fabric.spec
         load_ns = spec.link_ns(loads.local, loads.near, loads.far, cores)
         store_ns = spec.link_ns(stores.local, stores.near, stores.far, cores)
@@ -205,7 +206,8 @@ class MTE:
         if copies is None:
             store_ns += spec.pieces_ns(num_steps, cores)
         load_end, _, store_start, end_ns = spec.pipeline_ns([load_ns, work_ns, store_ns], num_steps, cores)
-        await self.gate.passed()
+        if self.gate.is_shut:
+            await self.gate.passed()
         fixed = spec.startup_ns("mte") if copies is None else 0
         start = max(fabric.clock.now, self.mte2_busy_until, self.mte3_busy_until - fixed - store_start)
         start = max(start, stores.free_ns)
@@ -246,7 +248,8 @@ class MTE:
 
     async def _load(self, traffic: Traffic, num_pieces: int | None, cores: int | None, name: str) -> None:
         """Occupy MTE2 alone with a load, as soon as it is free."""
-        await self.gate.passed()
+        if self.gate.is_shut:
+            await self.gate.passed()
         fabric = self.fabric
         start = max(fabric.clock.now, self.mte2_busy_until, traffic.free_ns)
         end = self.mte2_busy_until = start + self._one_way_ns(traffic, num_pieces, cores)
@@ -263,7 +266,8 @@ class MTE:
     ) -> None:
         """Occupy MTE3 alone with a store, as soon as it is free. An earlier `since_ns` lets it begin in the
         past."""
-        await self.gate.passed()
+        if self.gate.is_shut:
+            await self.gate.passed()
         fabric = self.fabric
         begun = fabric.clock.now if since_ns is None else max(since_ns, self.gate.opens_ns)
         start = max(begun, self.mte3_busy_until)

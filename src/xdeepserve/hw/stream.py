@@ -61,7 +61,8 @@ class Stream:
             stores.add(address.node, len(data))
         load_ns = math.ceil(spec.link_ns(loads.local, loads.near, loads.far, cores))
         store_ns = math.ceil(spec.link_ns(stores.local, stores.near, stores.far, cores))
-        await mte.gate.passed()
+        if mte.gate.is_shut:
+            await mte.gate.passed()
         # MTE2 fills what the stores of earlier chunks have freed; MTE3 follows it.
         start = max(fabric.clock.now, mte.mte2_busy_until, self._room_at(loads.nbytes / cores))
         loaded = mte.mte2_busy_until = start + load_ns

@@ -243,7 +243,7 @@ class ExpertSizes(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_slots(self) -> int:
         """Number of physical routed experts; the copies of the shared expert are numbered from there on."""
-        return self.slots_of[-1].stop
+        return sum(map(len, self.experts_of)) + len(self.experts_of) * self.redundant_slots
 
     def shared_expert(self, rank: int) -> int | None:
         """Return the physical number of the shared expert for a rank's tokens; None if it is on the same

@@ -55,14 +55,15 @@ class ExpertPrices:
         num_domains = len(num_tokens)
         kinds = self._profiles[[self._profile_of[layer] for layer in layers]]
         cases = (kinds[:, None] * most + copied) * num_domains + np.arange(num_domains)[:, None]
-        few, case = np.unique(cases * base + received, return_inverse=True)
-        prices = []
-        for key in few.tolist():
+        keys = (cases * base + received).reshape(-1).tolist()
+        prices = dict.fromkeys(keys, 0)
+        for key in prices:
             rest, count = divmod(key, base)
             rest, domain = divmod(rest, num_domains)
             kind, shared = divmod(rest, most)
-            prices.append(self._price(kind, shared, count, int(num_tokens[domain])) if count else 0)
-        return np.array(prices, np.int64)[case].reshape(received.shape)
+            if count:
+                prices[key] = self._price(kind, shared, count, int(num_tokens[domain]))
+        return np.array([prices[key] for key in keys], np.int64).reshape(received.shape)
 
     def _price(self, kind: int, shared: int, count: int, num_tokens: int) -> int:
         """Return the time in ns for `count` rows, `shared` of them for a copy of the shared expert."""

@@ -117,7 +117,8 @@ class Lockstep(ABC):
     async def meet(self, member: int) -> None:
         """Take a die's part in a run; return when its work there is done, in virtual time."""
         clock, size, name = self.clock, len(self.members), self.members[member]
-        await self.dies[member].gate.passed()
+        if self.dies[member].gate.is_shut:
+            await self.dies[member].gate.passed()
         if member in self._came:
             raise ProtocolError(f"{name} came to a run twice")
         self._came[member] = clock.now

@@ -28,7 +28,7 @@ class Among:
 
     def __init__(self, team: Team, mark: str, tally: Tally) -> None:
         self.team, self._tally = team, tally
-        self.group = team.holders
+        self.group, self._num_slots = team.holders, team.sizes.experts.num_slots
         sizes: dict[str, Any] = {
             "top_k": team.num_copies,
             "hidden": team.config.hidden_size,
@@ -68,7 +68,7 @@ class Among:
         """Send tokens to the ranks with their experts; return the rows for the rank's own experts."""
         self._tally.come(event_id, len(x))
         received = await self._handles[rank].dispatch(x, topk_idx, event_id)
-        num_shared = int((received.expert_idx >= self.team.sizes.experts.num_slots).sum())
+        num_shared = int((received.expert_idx >= self._num_slots).sum())
         self._latest[rank] = event_id, num_shared
         return received
 
@@ -87,5 +87,5 @@ class Among:
         """
         event, num_shared = self._latest[rank]
         routed = received - num_shared
-        held = int((self._handles[rank].own_experts < self.team.sizes.experts.num_slots).sum())
+        held = int((self._handles[rank].own_experts < self._num_slots).sum())
         return self._tally.billed(event, routed), min(routed, held), num_shared
