@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from xdeepserve.comm.exchange.handle import XCCL
@@ -28,7 +28,7 @@ class Among:
 
     def __init__(self, team: Team, mark: str, tally: Tally) -> None:
         self.team, self._tally = team, tally
-        self.group, self._num_slots = team.holders, team.sizes.experts.num_slots
+        self.group = team.holders
         sizes: dict[str, Any] = {
             "top_k": team.num_copies,
             "hidden": team.config.hidden_size,
@@ -45,6 +45,11 @@ class Among:
             self.layout.plan(team.pod.plan(die))
         self._handles: dict[DieRank, XCCL | FusedXCCL] = {}
         self._latest: dict[DieRank, tuple[int, int]] = {}  # dispatch: its event, rows of the shared expert
+
+    @cached_property
+    def _num_slots(self) -> int:
+        """Number of physical routed experts, which every exchange asks for."""
+        return self.team.sizes.experts.num_slots
 
     def end(self, rank: DieRank, means: Means) -> Exchange:
         """Make a rank's end of the exchange."""
