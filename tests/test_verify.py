@@ -159,6 +159,17 @@ def test_rows_that_evict_do(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(PoolUse, "crowd", lambda self: None)  # there is room
 
 
+@pytest.mark.parametrize("variant", ["all TEs start anew", "a client is lost"])
+def test_who_is_lost_is_counted_among_tes_that_still_serve(
+    variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (one,) = [case for case in cases(resolve_model("tiny-random").config) if case.variant == variant]
+    monkeypatch.setattr("xdeepserve.verify.matrix.RECIPES", ("int8",))
+    monkeypatch.setattr("xdeepserve.verify.matrix.cases", lambda config, subject: [one])
+    (row,) = [row for row in verify("tiny-random") if row.deployment == one.deployment]
+    assert (row.is_equal, row.missing) == (True, "")
+
+
 def test_a_deployment_without_rows_is_refused() -> None:
     config = msgspec.structs.replace(resolve_model("tiny-random").config, **ODD["dense"])
     dense = SeededCheckpoint("dense", PRESET_DIRECTORY / "tiny-random", config, seed=1)

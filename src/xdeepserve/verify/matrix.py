@@ -157,11 +157,9 @@ def _row(recipe: Recipe, case: Case, told: Told, second: str | None, expected: s
     alone, and its counts with what the case asks for."""
     value, stats = told.digest, told.stats
     is_equal, missing = value == expected, ""
-    alive = [te for te in stats.health if te.name not in told.lost]
-    num_masked, num_missed = (
-        sum(len(te.lost_servers) for te in alive),
-        sum(len(te.lost_groups) for te in alive),
-    )
+    alive = [te for te in stats.health if te.life != "lost"]
+    num_masked = sum(len(te.lost_servers) for te in alive)
+    num_missed = sum(len(te.lost_groups) for te in alive)
     if second is not None and second != second_alone():
         is_equal, missing = False, f"{SECOND_MODEL} beside it does not answer as it does alone"
     elif stats.num_reconfigurations < case.reconfigurations:
