@@ -45,8 +45,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -192,8 +193,29 @@ class MoE:
     shared: MLP | None
 
 
+_KINDS: dict[Hashable, int] = {}
+
+
+class Weights:
+    """Weights that stages are priced by: those of one `kind` cost the same, whatever is in their arrays."""
+
+    @cached_property
+    def kind(self) -> int:
+        """Number of the shapes and forms of all tensors, equal for equal ones."""
+        return _KINDS.setdefault(_form(self), len(_KINDS))
+
+
+def _form(part: Any) -> Hashable:
+    """Return all that a cost may depend on in a part of a layer."""
+    if isinstance(part, Linear):
+        return part.k, part.n, part.scale is None
+    if isinstance(part, np.ndarray):
+        return part.shape
+    return tuple(_form(getattr(part, each.name)) for each in fields(part)) if is_dataclass(part) else part
+
+
 @dataclass(frozen=True)
-class Held:
+class Held(Weights):
     """Parts of a layer on a die with only experts."""
 
     experts: MLP | None  # stacked
@@ -201,7 +223,7 @@ class Held:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layer:
+class Layer(Weights):
     attention: AttentionKind
     attn_norm: Array
     wq_a: Linear | None = None

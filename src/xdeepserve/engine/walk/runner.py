@@ -21,7 +21,7 @@ from xdeepserve.model.tensors import Held, Layer
 from xdeepserve.step.frame import Frame, KVCache
 from xdeepserve.step.stage import Counts, Meet, Program, Stage
 
-MAX_KEPT = 512  # prices that are kept: the same counts come again in layers and steps
+MAX_KEPT = 1 << 12  # prices that are kept: the same counts come again in layers and steps
 
 
 class Pace(Protocol):
@@ -178,7 +178,7 @@ class Runner:
         The counts have no lengths of KV unless the stage attends, so the same price serves the next step.
         """
         cores = self.cores(stage.core)
-        key = id(stage), counts, cores  # stages live as long as the die program
+        key = id(stage), weights.kind, counts, cores  # stages live as long as the die program
         price = self._prices.get(key)
         if price is None:
             if len(self._prices) >= MAX_KEPT:

@@ -116,7 +116,10 @@ class ColocatedLockstep(Lockstep):
         )
         mems = [executor.mem for executor in self.executors]
         kinds = {
-            at: [(id(self._program(at, 0)), each.is_shared, len(each.slots)) for each in mems]
+            at: [
+                (layer.kind, each.is_shared, len(each.slots))
+                for layer, each in zip(column, mems, strict=True)
+            ]
             for at, column in enumerate(self.columns)
             if column[0].moe is not None
         }

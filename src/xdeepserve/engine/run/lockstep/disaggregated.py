@@ -106,7 +106,9 @@ class DisaggregatedLockstep(Lockstep):
         self.timetable = DisaggregatedTimetable(executors, self.exchange.copies, dies, self.num_domains)
         self._number_of = {at: number for number, at in enumerate(moe_layers)}
         kinds = {
-            at: [_kind(program, number) for program in self.programs]
+            at: [
+                (each.layers[number].kind, each.mem.is_shared, len(each.mem.slots)) for each in self.programs
+            ]
             for at, number in self._number_of.items()
         }
         holders = self.programs[0].mem.placed.num_primary_dies
@@ -191,14 +193,6 @@ class DisaggregatedLockstep(Lockstep):
     def _price_experts(self, at: int, index: int, num_routed: int, num_shared: int, billed: float) -> float:
         """Return the time in ns of a die's experts in a pass, for rows that it has received."""
         return self.programs[index].price(num_routed, num_shared, billed, self._number_of[at])
-
-
-def _kind(program: ExpertProgram, number: int) -> tuple[object, ...]:
-    """Return a die's kind: the experts that it holds in a layer, and which matrices are in floating point."""
-    held = program.layers[number]
-    mlps = (mlp for mlp in (held.experts, held.shared) if mlp is not None)
-    kept = [linear.scale is None for mlp in mlps for linear in (mlp.w13, mlp.w2)]
-    return program.mem.is_shared, len(program.mem.slots), *kept
 
 
 def _keep(received: np.ndarray, ways: np.ndarray, worker: int, num: int) -> None:

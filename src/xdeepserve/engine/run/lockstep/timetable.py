@@ -75,7 +75,7 @@ class Timetable(Runner):
         [layers, domains, dies] in ns.
         """
         self._counts, self._experts = counts, [iter(of_layers) for of_layers in experts_ns]
-        self._known: dict[tuple[int, int], Ns] = {}  # by stage and microbatch
+        self._known: dict[tuple[int, int, int], Ns] = {}  # by stage, kind of layer and microbatch
         self._exchange_ns: dict[Op, int] = {}
         self.begin_layers()
         for waits in schedule([self] * len(counts), lambda: [*visits], _end_layer).__await__():
@@ -102,7 +102,7 @@ class Timetable(Runner):
 
     async def stage(self, stage: Stage) -> None:
         """Run a stage on each die."""
-        key = id(stage), self._microbatch
+        key = id(stage), self._layer.kind, self._microbatch
         if stage.rows == "received":
             (ns,) = self._next_experts()
         elif key in self._known:
