@@ -128,8 +128,13 @@ def test_more_work_never_takes_less_time(requests: float, context: float, rows: 
 
 def test_a_die_is_billed_for_more_only_when_it_is_hotter_than_the_stretch() -> None:
     stretch = Spec().barrier_stretch.value
-    assert Spec().billed_copies(120, 100) == Spec().billed_copies(80, 100) == stretch * 100
+    assert Spec().billed_copies(120, 100) == Spec().billed_copies(100, 100) == stretch * 100
     assert Spec().billed_copies(300, 100) == 300
+
+
+def test_a_die_without_rows_is_billed_for_none_and_a_cold_one_in_proportion() -> None:
+    assert Spec().billed_copies(0, 2_192) == 0
+    assert Spec().billed_copies(50, 100) == Spec().barrier_stretch.value * 50
 
 
 def test_disaggregated_throughput_stands_beside_what_the_published_tpot_makes_of_it(

@@ -250,7 +250,7 @@ def test_kv_goes_from_te_to_te_at_its_true_size(small_r1: Checkpoint) -> None:
     """By the bytes and pieces of its layers, of which the memories hold little. Over RoCE: bytes alone."""
     plan = PodPlan(small_r1, resolve("pd", ["cache.block_size=128"]), timing=TimingConfig())
     mem, config = plan.tes[0].memories[0], small_r1.config
-    nbytes = 128 * 2 * (config.kv_lora_rank + config.qk_rope_head_dim) * LAYERS
+    nbytes = 128 * (config.kv_lora_rank + 4 + 2 * config.qk_rope_head_dim) * LAYERS  # INT8 with a scale, BF16
     assert mem.kv.block_nbytes * plan.kv_weight == nbytes
     spec = plan.pod.spec
     for fabric, bandwidth in (("roce", spec.roce_bandwidth.value), ("vpc", spec.vpc_bandwidth.value)):
@@ -262,8 +262,8 @@ def test_kv_goes_from_te_to_te_at_its_true_size(small_r1: Checkpoint) -> None:
             gaps.append(metrics.last_token_ns - metrics.first_token_ns)
         num_blocks = -(-PROMPT // 128)
         by_request = 1e9 * num_blocks * nbytes / bandwidth
-        # All layers but the last move while prefill goes on.
-        assert gaps[0] - gaps[1] == pytest.approx(by_request, rel=0.15)
+        # All layers but the last move while prefill goes on; messages' startup, some 70 us, does not shrink.
+        assert gaps[0] - gaps[1] == pytest.approx(by_request, abs=80_000)
 
 
 @pytest.mark.parametrize("tp", [1, 4])

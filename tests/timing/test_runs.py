@@ -123,6 +123,15 @@ def test_dies_for_the_shared_expert_are_those_that_are_said(small_r1: Checkpoint
         decode(small_r1, apart, of_dies=320)
 
 
+def test_a_die_with_a_shared_and_a_routed_expert_is_billed_for_both(small_r1: Checkpoint) -> None:
+    loads = DrawnLoads(CommCost(), small_r1.config, 288, TimingConfig())
+    _, found = loads.settle("dispatch", 1, dict.fromkeys(range(288), 64))
+    shared, mean = 64 * 288 // 32, 64 * 8
+    routed = found[-1].received - shared
+    copies, touched, _ = found[-1].bill
+    assert (copies, touched) == (Spec().billed_copies(routed, mean) + shared, 2)
+
+
 def test_as_a_sample_of_a_pod_the_exchanges_cost_what_they_do_there(small_r1: Checkpoint) -> None:
     few = decode(small_r1, superpod.colocated_deployment(4, 20), of_dies=16)
     all_ = decode(small_r1, superpod.colocated_deployment(16, 20))

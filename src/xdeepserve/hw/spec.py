@@ -226,9 +226,10 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
         die.
 
         The fitted stretch already holds the imbalance of ordinary routing; only a die that is hotter than
-        that takes longer.
+        that takes longer, and one that is colder than the mean is billed in proportion.
         """
-        return max(received, self.barrier_stretch.value * mean)
+        stretch = self.barrier_stretch.value
+        return max(received, stretch * min(received, mean))
 
     def hbm_ns(self, nbytes: float) -> float:
         """Time (ns, not rounded) to stream bytes from or to the die's own HBM."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+from xdeepserve.model.config import ModelConfig
+
 TILE = 16  # positions and columns of a cache tile
 TILE_SIZE = TILE * TILE
 MAX_LANES = 64  # heads x query rows that attention works on at a time
@@ -17,6 +21,23 @@ def cache_shape(num_blocks: int, block_size: int, columns: int) -> tuple[int, ..
     """Return the shape of the cache: [blocks, tiles of 16 positions, tiles of 16 columns, 16 positions, 16
     columns]."""
     return (num_blocks, block_size // TILE, cache_width(columns) // TILE, TILE, TILE)
+
+
+def entry_nbytes(c: ModelConfig, recipe: Literal["int8", "fp32"], has_index: bool = False) -> int:
+    """Size of a position's entry in a layer's cache on the hardware, in bytes.
+
+    RoPE keys, or whole keys, are BF16 (CM 4.2.2). Latents, or values, are BF16, too, or in the int8 recipe
+    INT8 with an FP32 scale for each head (XDS 4.7). With `has_index` the indexer's key comes on top, in BF16.
+    """
+    values = c.value_columns + 4 if recipe == "int8" else 2 * c.value_columns
+    return c.num_key_value_heads * (values + 2 * c.key_columns) + 2 * c.index_head_dim * has_index
+
+
+def entries_nbytes(c: ModelConfig, recipe: Literal["int8", "fp32"], num_layers: int) -> int:
+    """Size of a position's entries in the caches of the first `num_layers` layers on the hardware, in
+    bytes."""
+    kinds = (c.attention_of(layer) for layer in range(num_layers))
+    return sum(entry_nbytes(c, recipe, kind == "dsa") for kind in kinds)
 
 
 def scratch_size(max_context: int, rank: int, rope_dim: int) -> int:

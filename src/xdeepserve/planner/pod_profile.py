@@ -19,11 +19,11 @@ from xdeepserve.engine.ways.trampolines.clock import slower_way, way_back_ns
 from xdeepserve.errors import DeploymentError
 from xdeepserve.hw.accelerators import ACCELERATORS
 from xdeepserve.m2n.clock_way import m2n_row_nbytes
+from xdeepserve.model.cache_layout import entries_nbytes
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.weights import Part, select, weight_specs
 from xdeepserve.planner.decode_run import DecodeRun, decode_iteration
 from xdeepserve.planner.performance import Curve
-from xdeepserve.step.attention import KV_NBYTES
 from xdeepserve.step.layer import ATTENTION
 from xdeepserve.step.stage import stages
 
@@ -314,9 +314,7 @@ class PodProfile:
 
     def kv_nbytes(self) -> int:
         """Return the bytes of an average request's KV at its end."""
-        c = self.config
-        keys = c.index_head_dim * (c.num_hidden_layers - len(c.shared_choices))
-        width = KV_NBYTES * (c.kv_columns * c.num_hidden_layers + keys)
+        width = entries_nbytes(self.config, "int8", self.config.num_hidden_layers)
         return -(-self.demand.mean_len // BLOCK) * BLOCK * width
 
     def _prefill_rate(self, num_dies: int) -> float:

@@ -36,6 +36,7 @@ from xdeepserve.engine.description import memory_uses
 from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.errors import InputError, meant
 from xdeepserve.hw.spec import Spec
+from xdeepserve.model.cache_layout import entries_nbytes
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.planner.pod_profile import usable_nbytes
@@ -53,7 +54,6 @@ from xdeepserve.platform.service_report import Bounds, ServiceReport
 from xdeepserve.platform.step_price import Progress, StepPrice, priced, with_room
 from xdeepserve.platform.step_te import StepLimits
 from xdeepserve.reading import Mistake, read
-from xdeepserve.step.attention import KV_NBYTES
 
 MAX_TES, MAX_DIES = 4096, 768
 FAR, FAR_STEP = 0.05, 4  # with a lesser share within bounds, four times as many TEs are tried next
@@ -305,8 +305,7 @@ def kv_positions(model: Checkpoint, deployment: Deployment) -> int:
 
 def position_nbytes(model: Checkpoint) -> int:
     """Return the bytes of a cached position, in all layers, on the hardware."""
-    config = model.config
-    return KV_NBYTES * config.kv_columns * config.num_hidden_layers
+    return entries_nbytes(model.config, "int8", model.config.num_hidden_layers)
 
 
 def transfer_ns(model: Checkpoint) -> float:

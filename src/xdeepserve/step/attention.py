@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from xdeepserve.hw.spec import Work
 from xdeepserve.model import kernels as k
+from xdeepserve.model.cache_layout import entry_nbytes
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import LATENT_NORM_EPS
 from xdeepserve.model.tensors import Layer, Linear
@@ -22,7 +23,6 @@ from xdeepserve.step.frame import Batch, Frame, KVCache, Model
 from xdeepserve.step.linear import Rows
 from xdeepserve.step.stage import Counts, Op
 
-KV_NBYTES = 2  # of an element of the cache on the hardware, which has it in BF16 (CM 4.2.2)
 HALF_LAYER = Work(layers=0.5)  # the small kernels of a layer are billed with its first and last projection
 
 
@@ -182,7 +182,7 @@ def _unabsorbed_work(model: Model, n: Counts) -> Work:
 
 
 def _absorbed_work(model: Model, layer: Layer, n: Counts) -> Work:
-    c, cache = model.config, float(n.kv_tokens * KV_NBYTES * model.config.kv_columns)
+    c, cache = model.config, float(n.kv_tokens * entry_nbytes(model.config, model.recipe))
     latent, rope = (2.0 * n.context * model.heads * each for each in (2 * c.kv_lora_rank, c.qk_rope_head_dim))
     if model.recipe == "int8" and layer.int8_attention:
         return Work(attention=rope, int8_attention=latent, cache=cache)

@@ -18,10 +18,10 @@ import numpy as np
 
 from xdeepserve.hw.spec import Work
 from xdeepserve.model import kernels as k
-from xdeepserve.model.cache_layout import TILE
+from xdeepserve.model.cache_layout import TILE, entry_nbytes
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.tensors import Layer
-from xdeepserve.step.attention import KV_NBYTES, latent, linear_work, outputs, query_input
+from xdeepserve.step.attention import latent, linear_work, outputs, query_input
 from xdeepserve.step.frame import Frame, KVCache, Model
 from xdeepserve.step.stage import Counts, Op, free
 
@@ -113,7 +113,9 @@ def _up_work(model: Model, layer: Layer, n: Counts) -> Work:
 def _attend_work(model: Model, layer: Layer, n: Counts) -> Work:
     c = model.config
     products = model.heads * (c.key_columns + c.value_columns)
-    return Work(attention=2.0 * n.context * products, cache=float(n.kv_tokens * KV_NBYTES * c.kv_columns))
+    return Work(
+        attention=2.0 * n.context * products, cache=float(n.kv_tokens * entry_nbytes(c, model.recipe))
+    )
 
 
 up_proj = Op(_up_proj, _up_work, "heads")

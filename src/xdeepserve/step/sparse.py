@@ -143,9 +143,7 @@ def _up_work(model: Model, layer: Layer, n: Counts) -> Work:
 def _choose_work(model: Model, layer: Layer, n: Counts) -> Work:
     c = model.config
     products = c.index_n_heads * c.index_head_dim
-    return Work(
-        attention=2.0 * n.context * products, cache=float(n.kv_tokens * mla.KV_NBYTES * c.index_head_dim)
-    )
+    return Work(attention=2.0 * n.context * products, cache=2.0 * n.kv_tokens * c.index_head_dim)  # BF16
 
 
 def _attend_work(model: Model, layer: Layer, n: Counts) -> Work:

@@ -133,7 +133,7 @@ class LayerCost(msgspec.Struct, frozen=True):
         """Compute the work of the busiest die, with routed experts or a shared expert."""
         total = load.requests * load.rows * dies.total
         mean = self.config.num_experts_per_tok * total / dies.routed
-        busiest = max(total / dies.shared, self.spec.billed_copies(0, mean))
+        busiest = max(total / dies.shared, self.spec.billed_copies(mean, mean))
         return self.stage_work("Experts", Counts(0, copies=busiest, touched=1))
 
     def stream1_parts_ns(self, load: Load, dies: ExpertDies, cores: int | None = None) -> list[float]:

@@ -196,7 +196,8 @@ def ping_pong_stages_us() -> tuple[float, ...]:
     post, back = cost.comm.post_ns(b), cost.comm.return_ns(b, top_k)
     there = cost.comm.among_ns("dispatch", routed + shared, b, top_k, trampolines=attention)
     answers = cost.comm.among_ns("combine", routed + shared, b, top_k, trampolines=attention)
-    copies = cost.spec.billed_copies(0, attention * b * c.num_experts_per_tok / routed)
+    mean = attention * b * c.num_experts_per_tok / routed
+    copies = cost.spec.billed_copies(mean, mean)
     experts = max(
         cost.stage_ns("Experts", Counts(b, copies=copies, touched=c.n_routed_experts / routed)),
         cost.stage_ns("Experts", Counts(b, copies=attention * b / shared, touched=1)),

@@ -20,12 +20,12 @@ from xdeepserve.engine.numbers import DieRank
 from xdeepserve.hw.address_space import AddressSpace
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.memory import Address, Area, MemoryPlan
+from xdeepserve.model.cache_layout import entries_nbytes
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.packing import ArraySpec, packed_shapes, shape_only
 from xdeepserve.model.tensors import Held, ModelWeights
 from xdeepserve.model.weights import Recipe, assemble, assemble_experts, select, weight_specs
-from xdeepserve.step.attention import KV_NBYTES
 from xdeepserve.step.frame import KVCache
 
 # Index lists of a step and its results: few bytes, and the host's scheduler lives on them.
@@ -144,7 +144,7 @@ class ModelShapes:
         return select(specs, "attention" if is_away else "all")
 
     def cache(self) -> KVCache:
-        """Return the shape of any layer's KV cache: BF16 latents and RoPE keys (CM 4.2.2)."""
+        """Return the shape of any layer's KV cache: latents and RoPE keys, of two bytes each."""
         c, kv = self.config, self.team.sizes.kv
         latent, k_pe = (
             shape_only(np.uint16, kv.num_blocks * c.num_key_value_heads, kv.block_size, width)
@@ -174,17 +174,13 @@ class ShapeKV(KVMemory):
     @property
     def nbytes(self) -> int:
         """Bytes that the blocks of all layers would have."""
-        return self.sizes.num_blocks * self._num_layers * self._nbytes_by_layer
-
-    @property
-    def _nbytes_by_layer(self) -> int:
-        """Bytes of a KV block in one layer."""
-        return self.sizes.block_size * KV_NBYTES * self._config.cache_columns
+        entries = entries_nbytes(self._config, self._recipe, self._num_layers)
+        return self.sizes.num_blocks * self.sizes.block_size * entries
 
     @property
     def piece_weight(self) -> float:
-        """Bytes of KV that each byte of a piece stands for, on average over a layer's latents and keys."""
-        return self._nbytes_by_layer / (2 * BYTES_OF_PIECE)
+        """Bytes of KV that each byte of a piece stands for, on average over all layers' latents and keys."""
+        return self.nbytes / (self.sizes.num_blocks * self._num_layers * 2 * BYTES_OF_PIECE)
 
     @property
     def parts_by_layer(self) -> list[list[tuple[str, int]]]:

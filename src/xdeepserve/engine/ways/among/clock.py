@@ -199,19 +199,18 @@ class DrawnLoads:
         """Compute the load of a rank from that of all ranks.
 
         Where no die is said to have copies of the shared expert, they are billed as rows of a routed expert.
-        Where a die may have both, the hotter one is billed.
         """
         routed = int(load.routed[rank]) if rank < self.num_routed else 0
-        first = self.num_dies - self.num_shared if self.has_copies else self.num_routed
-        shared = load.shared if rank >= first else 0.0
+        shared = load.shared if rank >= self.num_dies - self.num_shared else 0.0
         num_rows = routed + math.ceil(shared)
         if rank >= self.num_routed:
             return RankLoad(num_rows, (0, 0, shared) if self.has_copies else (shared, 1, 0))
         held = self.held[rank] if self.held else max(1.0, self.model.n_routed_experts / self.num_dies)
         copies = self.cost.spec.billed_copies(float(routed), load.mean)
-        if not self.has_copies and rank >= self.num_dies - self.num_shared:
-            copies = max(copies, load.shared)
-        return RankLoad(num_rows, (copies, min(routed, held), shared))
+        touched = min(routed, held)
+        if self.has_copies:
+            return RankLoad(num_rows, (copies, touched, shared))
+        return RankLoad(num_rows, (copies + shared, touched + (shared > 0), 0))
 
 
 def received(num_rows: int, hidden: int, expert_idx: npt.NDArray[np.int32] | None = None) -> Received:
