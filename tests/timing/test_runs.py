@@ -112,10 +112,9 @@ def test_dies_for_the_shared_expert_are_those_that_are_said(small_r1: Checkpoint
     deployment = superpod.colocated_deployment(288, 20)
     apart = msgspec.structs.replace(deployment, experts=ExpertConfig(shared_dies=32))
     said, meant = decode(small_r1, apart), decode(small_r1, deployment, routed_dies=256)
-    assert said.iteration_ns == meant.iteration_ns
-    assert {name: ns for name, ns in said.spent_ns.items() if ns} == {
-        name: ns for name, ns in meant.spent_ns.items() if ns
-    }
+    spent = {name: ns for name, ns in said.spent_ns.items() if ns}
+    assert said.iteration_ns - spent.pop("Route") == pytest.approx(meant.iteration_ns, abs=1)
+    assert spent == {name: ns for name, ns in meant.spent_ns.items() if ns}
     assert said.iteration_ns != decode(small_r1, deployment).iteration_ns
     replicas = msgspec.structs.replace(apart, experts=ExpertConfig(shared_dies=32, redundant_slots=1))
     assert decode(small_r1, replicas).spent_ns["Experts"] > said.spent_ns["Experts"]

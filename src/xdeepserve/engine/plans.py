@@ -90,3 +90,9 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_looks(self) -> int:
+        """Number of times that a row of logits is read or written, besides drawing its token: twice to edit
+        the row, and twice to report log probabilities."""
+        return 2 * len(self.edits) + 2 * sum(count >= 0 for count in self.num_logprobs)

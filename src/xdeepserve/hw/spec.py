@@ -24,7 +24,7 @@ class Work(NamedTuple):
     """Operations and bytes of a launch, as on real hardware.
 
     What norms, residuals and other small kernels take is fitted as a whole, a number for each layer and one
-    for each pass, so their operations are not counted.
+    for each pass, so their operations are not counted. `kernels` are those that are in neither.
     """
 
     int8: float = 0.0  # operations of INT8 GEMMs
@@ -36,11 +36,13 @@ class Work(NamedTuple):
     layers: float = 0.0  # how many layers' small kernels are launched with it
     gates: float = 0.0  # routings of tokens
     passes: float = 0.0  # passes of the model, whose head and host part are billed with it
+    kernels: float = 0.0  # small kernels besides, which are launched for themselves
+    moved: float = 0.0  # bytes that small kernels read and write
 
     @property
     def nbytes(self) -> float:
-        """Number of bytes read from HBM."""
-        return self.weights + self.cache
+        """Number of bytes read from HBM, or written."""
+        return self.weights + self.cache + self.moved
 
     def __add__(self, other: object) -> Work:
         assert isinstance(other, Work)
@@ -217,6 +219,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
             work.layers * self.small_kernels.value
             + work.gates * self.gate.value
             + work.passes * self.pass_overhead.value
+            + work.kernels * self.kernel_overhead.value
         )
         compute = 1e9 * (int8 + bf16 + attention) / share
         return 1e9 * fixed + max(compute, self.hbm_ns(work.nbytes))

@@ -185,6 +185,17 @@ def _gate_work(model: Model, layer: Layer, n: Counts) -> Work:
     return Work(gates=1)
 
 
+def _collect_work(model: Model, layer: Layer, n: Counts) -> Work:
+    """Work of counting each row's experts: a number is read, and a counter is read and written."""
+    return Work(kernels=1, moved=12.0 * n.rows * model.config.num_experts_per_tok)
+
+
+def _find_work(model: Model, layer: Layer, n: Counts) -> Work:
+    """Work of finding replicas: of each row's experts the number, how many replicas, which one; and it is
+    written."""
+    return Work(kernels=1, moved=16.0 * n.rows * model.config.num_experts_per_tok)
+
+
 def expert_work(model: Model, n: Counts) -> Work:
     """Work of grouped GEMMs of `n.copies` rows; weights of each expert with rows are read once."""
     size = 3 * model.config.hidden_size * model.config.moe_intermediate_size
@@ -207,8 +218,8 @@ def _shared_work(model: Model, layer: Layer, n: Counts) -> Work:
 mlp_up = Op(_mlp_up, lambda model, layer, n: linear_work(n.rows, _dense(layer).w13), "heads")
 mlp_down = Op(MLP_DOWN.run, MLP_DOWN.work, "sum")
 gate = Op(_gate, _gate_work)
-collect = Op(_collect, free)
-find_physical = Op(_find_physical, free)
+collect = Op(_collect, _collect_work)
+find_physical = Op(_find_physical, _find_work)
 take_own = Op(_take_own, free)
 take_received = Op(_take_received, free)
 run_experts = Op(_run_experts, lambda model, layer, n: expert_work(model, n))

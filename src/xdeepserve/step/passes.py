@@ -13,13 +13,24 @@ import numpy as np
 from xdeepserve.hw.spec import Work
 from xdeepserve.model import kernels as k
 from xdeepserve.model.canonical import Array
-from xdeepserve.model.tensors import MTP
-from xdeepserve.step.frame import Frame
-from xdeepserve.step.stage import Op, Program, Stage, free
+from xdeepserve.model.config import ModelConfig
+from xdeepserve.model.tensors import MTP, Layer
+from xdeepserve.step.frame import Frame, Model
+from xdeepserve.step.stage import Counts, Op, Program, Stage, free
 
-# A fitted number stands for host, head and sampling of a pass: to read a whole BF16 head would take longer
-# (1.4 ms), so the head must be shared out. All else is billed with it, or with a layer's small kernels.
+# A fitted number stands for host and head of a pass: to read a whole BF16 head would take longer (1.4 ms), so
+# the head must be shared out. All else is billed with it, or with a layer's small kernels.
 PASS = Work(passes=1)
+
+
+def pass_work(c: ModelConfig, rows: float) -> Work:
+    """Work of a pass outside its layers: the FP32 logits of `rows` rows are written, and read by the
+    sampler, which runs in the same graph (CM 4.2.4)."""
+    return PASS + Work(moved=8.0 * rows * c.vocab_size)
+
+
+def _head_work(model: Model, layer: Layer, n: Counts) -> Work:
+    return pass_work(model.config, n.rows)
 
 
 def _embed(f: Frame) -> None:
@@ -71,8 +82,8 @@ def _keep_states(f: Frame) -> None:
 
 
 norm = Op(_norm, free)
-head = Op(_head, lambda model, layer, n: PASS)
-mtp_head = Op(_mtp_head, lambda model, layer, n: PASS)
+head = Op(_head, _head_work)
+mtp_head = Op(_mtp_head, _head_work)
 
 EMBED: Program = (Stage("Embed", (Op(_embed, free),), "aiv", "all"),)
 HEAD: Program = (Stage("Norm", (norm,), "aiv", "all"), Stage("Sample", (head,), rows="logits"))

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from xdeepserve.hw.spec import Work
 from xdeepserve.model import kernels as k
 from xdeepserve.model.canonical import TP_BLOCKS, Array
 from xdeepserve.model.tensors import Layer
 from xdeepserve.step.attention import OUT_PROJ, RowParallel, down_parts, out_work, outputs
 from xdeepserve.step.feed import MLP_DOWN
-from xdeepserve.step.frame import Frame
-from xdeepserve.step.stage import LayerProgram, Meet, Op, Program, Stage, free
+from xdeepserve.step.frame import Frame, Model
+from xdeepserve.step.stage import Counts, LayerProgram, Meet, Op, Program, Stage, free
 
 # The products whose inputs dies may share, by the stage that ends with them.
 ROW_PARALLEL: dict[str, RowParallel] = {"OProj": OUT_PROJ, "MLP": MLP_DOWN}
@@ -112,11 +113,16 @@ def _unpack_slices(f: Frame) -> None:
     np.copyto(f.whole, f.reduced)
 
 
+def _copy_work(model: Model, layer: Layer, n: Counts) -> Work:
+    """Work of copying rows, in BF16 on the hardware."""
+    return Work(kernels=1, moved=4.0 * n.rows * model.config.hidden_size)
+
+
 # Complete the rows of a group, of which each die has its own slice.
 GATHER: Program = (
-    Stage("Slice", (Op(_pack_slice, free),), "aiv", "all"),
+    Stage("Slice", (Op(_pack_slice, _copy_work),), "aiv"),
     Meet("all_gather", _slice),
-    Stage("Gather", (Op(_unpack_slices, free),), "aiv", "all"),
+    Stage("Gather", (Op(_unpack_slices, _copy_work),), "aiv", "all"),
 )
 
 

@@ -103,5 +103,32 @@ def stages(program: Program) -> list[Stage]:
 
 
 def free(model: Model, weights: Layer | Held, counts: Counts) -> Work:
-    """Work of small kernels: nothing, because it is part of other kernels' costs."""
+    """Work of small kernels that stand in FREE: nothing, because it is part of other kernels' costs."""
     return Work()
+
+
+_LAYER = "one of a layer's small kernels, which small_kernels holds for all of them together"
+_PASS = "one of the small kernels around a pass, which pass_overhead holds for all of them together"
+_FUSED = "runs inside the kernel before or after it, on rows that this has in its buffers"
+
+FREE: dict[str, str] = {
+    "embed": _PASS,
+    "norm": _PASS,
+    "mtp_input": _PASS,
+    "keep_states": _PASS,
+    "add_outputs": _LAYER,
+    "add_sums": _LAYER,
+    "add_answers": _LAYER,
+    "add": _LAYER,
+    "add_scaled": _LAYER,
+    "find_maxima": _FUSED,
+    "cut": _FUSED,
+    "pack_latents": _FUSED,
+    "unpack_latents": _FUSED,
+    "take_own": "a view of the rows and their experts, where all experts are here",
+    "take_received": "numbers of experts, which the dispatch could count from this die's first",
+    "round_own": _FUSED,
+    "round_shared": _FUSED,
+    "head_outputs": "a view: heads of grouped attention give their outputs themselves",
+}
+"""Operations without a cost of their own, by the kernel's name, and the reason."""

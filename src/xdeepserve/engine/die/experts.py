@@ -64,7 +64,7 @@ class ExpertProgram:
         frame.first_copy = mem.placed.num_slots
         self.runner = Runner(die, frame, pace)
         self.layers = mem.assemble()
-        self.stages = [expert_stage(mem.holds) for _ in self.layers]  # each with prices of its own
+        self.stage = expert_stage(mem.holds)
         self._tallies = [tally for microbatch in tallies for tally in microbatch]
         # One layer's work, in the order in which all expert dies take it.
         self.round = [side for microbatch in sides for side in microbatch]
@@ -253,7 +253,7 @@ class ExpertProgram:
 
         `billed` maps the number of routed rows to the number that is billed.
         """
-        runner, frame, stage, held = self.runner, self.runner.frame, self.stages[layer], self.layers[layer]
+        runner, frame, stage, held = self.runner, self.runner.frame, self.stage, self.layers[layer]
         if held.experts is not None:
             frame.experts = held.experts
         if held.shared is not None:
@@ -273,7 +273,7 @@ class ExpertProgram:
         """
         touched, rows = min(num_routed, len(self.mem.slots)), num_routed + num_shared
         counts = Counts(rows, copies=billed, touched=touched, shared=num_shared)
-        return self.runner.price_of(self.stages[layer], self.layers[layer], counts)
+        return self.runner.price_of(self.stage, self.layers[layer], counts)
 
 
 def ring(programs: Iterable[ExpertProgram], value: int) -> None:

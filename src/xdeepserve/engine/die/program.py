@@ -238,6 +238,11 @@ class Executor:
         await self.run_layers(w.layers, self.caches[: len(w.layers)], first_event)
         await self.runner.run(self.traversal.head)
         if frame.logit_rows:
+            if looks := plan.num_looks:
+                nbytes = 4.0 * looks * self.config.vocab_size
+                await self.runner.launch(
+                    "Logits", "aiv", self.die.spec.kernel_ns(0, nbytes, "aiv"), rows=looks
+                )
             await self.runner.pace.settle()  # the host may have to launch what follows
             self.chooser.choose(plan, frame.logits)
         if self.drafter is not None:
@@ -252,7 +257,9 @@ class Executor:
         if all(seq < 0 for seq in plan.carried_seq):
             return plan
         rows = CarriedRows.of(self.mem, plan)
-        await self.runner.launch("Resolve", "aiv", self.die.spec.hbm_ns(rows.nbytes), rows=plan.num_tokens)
+        await self.runner.launch(
+            "Resolve", "aiv", self.die.spec.kernel_ns(0, rows.nbytes, "aiv"), rows=plan.num_tokens
+        )
         return msgspec.structs.replace(plan, **rows.resolve(self.mem.kv.sizes.block_size))
 
     def result(self, name: str, *shape: int) -> Array:

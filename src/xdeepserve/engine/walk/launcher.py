@@ -18,6 +18,7 @@ class Guards(NamedTuple):
     has_logits: bool
     samples: bool  # some sequence's last row is in the step
     is_carried: bool  # planned before the step before had ended
+    has_looks: bool  # at logits, to edit or report them
 
     @classmethod
     def of(cls, plan: StepPlan) -> Guards:
@@ -27,6 +28,7 @@ class Guards(NamedTuple):
             bool(plan.logit_rows),
             any(token < 0 for token in plan.next_token_ids),
             any(seq >= 0 for seq in plan.carried_seq),
+            plan.num_looks > 0,
         )
 
 

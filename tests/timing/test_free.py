@@ -1,0 +1,101 @@
+"""Nothing runs on a die at no cost but what stands in FREE, with a reason."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from xdeepserve import LLM, SamplingParams
+from xdeepserve.engine.deploy.resolve import SELF_SIZING
+from xdeepserve.engine.die import sampler
+from xdeepserve.hw.die import Die
+from xdeepserve.model import kernels
+from xdeepserve.step import passes
+from xdeepserve.step.layer import ATTENTION
+from xdeepserve.step.stage import FREE, Op, Stage, free, stages
+
+TP, EPLB = ("dies=4", "tp=2"), "experts.redundant_slots=1"
+POOLS: list[tuple[str, str, tuple[str, ...]]] = [
+    *(("tiny-random", name, ()) for name in SELF_SIZING),
+    *(("tiny-random", name, ("mtp=2", EPLB)) for name in ("colocated", "moe-attention")),
+    ("tiny-random", "colocated", TP),
+    ("tiny-random", "colocated", (*TP, "tp_mode=sp-tp-sp", "mtp=1")),
+    ("tiny-random", "colocated", ("dies=4", "o_proj_tp=2")),
+    ("tiny-random", "colocated", ("exchange=push", "pipeline.microbatches=2")),
+    *(("tiny-random", name, ("combine=int8",)) for name in ("monolithic", "colocated")),
+]
+
+
+def ops_of(llm: LLM) -> Iterator[Op]:
+    """Operations of all dies' programs, in layers and around them."""
+    programs: list[Any] = [passes.EMBED, passes.MTP_INPUT, passes.MTP_HEAD, passes.MTP_STATES]
+    for te in llm.engine.je.tes:
+        for executor in te.executors:
+            programs.append(executor.traversal.head)
+            programs += [half for layer in executor.traversal.programs for half in layer]
+        programs += [(program.stage,) for program in te.expert_programs]
+    for program in programs:
+        for stage in program:
+            if isinstance(stage, Stage):
+                yield from stage.ops
+
+
+def name_of(kernel: Callable[..., None]) -> str:
+    return kernel.__name__.lstrip("_")
+
+
+def serve(model: str, deployment: str, overrides: tuple[str, ...]) -> LLM:
+    return LLM(model, deployment, "int8", overrides=[*overrides, "lockstep=false"], progress=False)
+
+
+def test_what_costs_nothing_stands_in_free_and_all_of_free_is_there() -> None:
+    every = [op for program in ATTENTION.values() for stage in stages(program) for op in stage.ops]
+    found = {name_of(op.kernel) for op in every if op.work is free}
+    for model, deployment, overrides in POOLS:
+        for precision in ("int8",) if "combine=int8" in overrides else ("int8", "fp32"):
+            with LLM(model, deployment, precision, overrides=overrides, progress=False) as llm:
+                found |= {name_of(op.kernel) for op in ops_of(llm) if op.work is free}
+    assert found == FREE.keys()
+
+
+@pytest.mark.parametrize(("model", "deployment", "overrides"), POOLS)
+def test_kernels_run_in_launches_that_take_time(
+    monkeypatch: pytest.MonkeyPatch, model: str, deployment: str, overrides: tuple[str, ...]
+) -> None:
+    """And a launch takes no time only if all of its operations stand in FREE, or if it has no rows."""
+    launches: list[bool] = []  # whether the one under way, if any, is paid for
+    outside: set[str] = set()
+
+    def noted(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            if not (launches and launches[-1]) and np.size(args[0]):
+                outside.add(name)
+            return kernel(*args)
+
+        return call
+
+    run = Die.run
+
+    async def watched(die: Die, name: str, fn: Callable[[], Any], duration_ns: int, *rest: Any) -> Any:
+        def launch() -> Any:
+            launches.append(duration_ns > 0 or is_free)
+            try:
+                return fn()
+            finally:
+                launches.pop()
+
+        stage = getattr(getattr(fn, "func", None), "__self__", None)
+        is_free = isinstance(stage, Stage) and all(op.work is free for op in stage.ops)
+        return await run(die, name, launch, duration_ns, *rest)
+
+    monkeypatch.setattr(Die, "run", watched)
+    with serve(model, deployment, overrides) as llm:
+        for name in dir(kernels):
+            kernel = getattr(kernels, name)
+            if callable(kernel) and not name.startswith("_"):
+                monkeypatch.setattr(kernels, name, noted(name, kernel))
+        monkeypatch.setattr(sampler, "sample", noted("sample", sampler.sample))
+        llm.generate([[7, 8, 9] * 100, [5] * 400], SamplingParams(max_tokens=4, temperature=0))
+    # The stage with the head is billed for reading logits, and FusedDispatch for a pipeline that quantises.
+    assert outside <= {"sample"} | ({"quantize_rows"} if "exchange=push" in overrides else set())
