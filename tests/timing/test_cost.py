@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 
 from tests.timing.closed_forms import ClosedForms
 from xdeepserve.bench.papers import pipelines, superpod
-from xdeepserve.bench.papers.decode_formula import EP320, LayerCost, Load, ping_pong_throughput
 from xdeepserve.bench.report import Row, published
 from xdeepserve.hw.spec import Spec
 from xdeepserve.model.presets import resolve_model
-from xdeepserve.planner.decode_run import DecodeRun
+from xdeepserve.planner.performance import ping_pong_throughput
+from xdeepserve.prices.formula import EP320, LayerCost, Load
+from xdeepserve.prices.run import DecodeRun
 from xdeepserve.step.stage import Counts
 
 COST = LayerCost(resolve_model("deepseek-r1").config)

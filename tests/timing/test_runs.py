@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from tests.timing.closed_forms import ClosedForms
 from xdeepserve.bench.papers import pipelines, superpod
-from xdeepserve.bench.papers.decode_formula import EP320, SPLITS, LayerCost, Load, expert_layer
 from xdeepserve.cli import main
 from xdeepserve.comm.cost import CommCost
 from xdeepserve.engine.build import PodPlan
@@ -32,7 +31,8 @@ from xdeepserve.hw.topology import Topology
 from xdeepserve.llm import LLM
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.presets import resolve_model
-from xdeepserve.planner.decode_run import DecodeRun, DummyTokens, decode_iteration
+from xdeepserve.prices.formula import EP320, SPLITS, LayerCost, Load, expert_layer
+from xdeepserve.prices.run import DecodeRun, DummyTokens, decode_iteration
 from xdeepserve.step.frame import Model
 from xdeepserve.step.layer import Where, decoder_layer
 from xdeepserve.step.stage import Counts, stages

@@ -1,6 +1,6 @@
 """`xdeepserve bench superpod`: DeepSeek-R1 at full size, in virtual time, beside the published values.
 
-Rows of CloudMatrix and MegaScale are formulas (`bench/papers/decode_formula.py`), beside simulations of
+Rows of CloudMatrix and MegaScale are formulas (`prices/formula.py`), beside simulations of
 the same (`bench/papers/pipelines.py`). The two deployments of xDeepServe 7.1 are simulated: one decode
 iteration of 288 and of 768 dies, by the engine itself without its arithmetic.
 
@@ -18,7 +18,6 @@ from pathlib import Path
 import msgspec
 
 from xdeepserve.bench.papers import pipelines
-from xdeepserve.bench.papers.decode_formula import EP320, LayerCost, Load, ping_pong_throughput
 from xdeepserve.bench.papers.sizes import DIES_PER_CHIP, MODEL
 from xdeepserve.bench.report import Kind, Row, published
 from xdeepserve.engine.deploy.deployment import (
@@ -31,7 +30,9 @@ from xdeepserve.engine.deploy.deployment import (
 from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.hw.spec import Param, Spec
 from xdeepserve.model.presets import resolve_model
-from xdeepserve.planner.decode_run import DecodeRun, decode_iteration
+from xdeepserve.planner.performance import ping_pong_throughput
+from xdeepserve.prices.formula import EP320, LayerCost, Load
+from xdeepserve.prices.run import DecodeRun, decode_iteration
 
 XDS_ACCEPTANCE = 0.9
 
