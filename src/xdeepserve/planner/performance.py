@@ -73,6 +73,11 @@ class Times(NamedTuple):
         back."""
         return self.cycle + (m - 1) * self.f + (layers - 1) * max(m * self.f, self.cycle)
 
+    def throughput(self, m: int) -> float:
+        """Return the microbatches of a layer that ping-pong serves in a ns: m in the longer of their turns and
+        a cycle (MS 4.1)."""
+        return m / max(m * self.f, self.cycle)
+
 
 def transfer_ns(sent: Curve, received: Curve, sent_nbytes: float, received_nbytes: float) -> float:
     """Compute T_c by equation 6: the slower of sending from an attention device and receiving at an expert's.
@@ -91,13 +96,3 @@ def moe_util(top_k: int, experts: int, ridge_batch: float, batch: float) -> floa
     """Return the greatest share of their peak that experts can use with a batch of so many tokens (MS
     2.3)."""
     return min(top_k / experts * batch / ridge_batch, 1.0)
-
-
-def ping_pong_throughput(microbatches: int, comm_ratio: float) -> float:
-    """Compute the relative throughput of MegaScale's ping-pong with m microbatches (MS 4.1), if T_a = T_e =
-    T_f.
-
-    A microbatch is back after 2 (T_f + T_c), with `comm_ratio` = T_c / T_f. At most m microbatches are served
-    in that time.
-    """
-    return microbatches / max(microbatches, 2 + 2 * comm_ratio)

@@ -25,7 +25,7 @@ from xdeepserve.errors import InputError
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.prices.run import DecodeRun, StepShare, one_step
 from xdeepserve.prices.table import Curve, Progress, measured, with_blocks
-from xdeepserve.step.stage import Counts, Stage
+from xdeepserve.step.stage import Counts, stages
 
 # Few rows leave experts untouched, whose weights are then not read, and some hundred are where a die's GEMMs
 # begin to be bound by computing: there the points have to be dense.
@@ -144,18 +144,15 @@ def _per_position(
     engine.load()
     executor = next(iter(engine.je.tes)).executors[0]
     layer, program = executor.weights.layers[-1], executor.traversal.programs[-1]
-    stage = next((each for each in program.attention if isinstance(each, Stage) and each.attends), None)
-    name = "no attention" if stage is None else stage.name
-    if stage is None or stage.name not in ATTENTION:
-        raise InputError(f"deployment {deployment.name}: {name} is not in proportion to the context")
+    (stage,) = [each for each in stages(program.attention) if each.attends]
 
     def price(context: float, kv_tokens: float) -> float:
         return executor.runner.price_of(stage, layer, Counts(1, context, kv_tokens))
 
     per_context, per_kv = price(LONG, 0) / LONG, price(0, LONG) / LONG
     both, either = price(3 * LONG, LONG), max(3 * LONG * per_context, LONG * per_kv)
-    if abs(both - either) > MAX_OFF * either:
-        raise InputError(f"deployment {deployment.name}: {name} is not in proportion to the context")
+    if stage.name not in ATTENTION or abs(both - either) > MAX_OFF * either:
+        raise InputError(f"deployment {deployment.name}: {stage.name} is not in proportion to the context")
     context = rows * (rows + 1) / 2
     layers = run.spent(*ATTENTION) / max(per_context * context, per_kv * rows)
     return layers * per_context, layers * per_kv

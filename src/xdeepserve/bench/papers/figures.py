@@ -16,7 +16,7 @@ from xdeepserve.bench.papers import comm, ems, paper_rows, pipelines, sizes, sup
 from xdeepserve.bench.report import published, pyplot
 from xdeepserve.comm.cost import OPS, CommCost
 from xdeepserve.model.presets import resolve_model
-from xdeepserve.planner.performance import ping_pong_throughput
+from xdeepserve.planner.performance import Times
 from xdeepserve.prices.formula import EP320, PROMPT, LayerCost, Load
 
 Series: TypeAlias = dict[str, tuple[Sequence[Any], Sequence[float]]]
@@ -186,9 +186,8 @@ def ping_pong() -> Figure:
     """Make MegaScale-Infer's Figure 14: throughput by microbatches."""
     numbers, ours, theirs = (1, 2, 3, 4), Series(), Series()
     for model, size in superpod.MEGASCALE.items():
-        ratio = superpod.COMM_RATIO_DBRX * size / superpod.MEGASCALE["DBRX"]
-        one = ping_pong_throughput(1, ratio)
-        ours[model] = numbers, [ping_pong_throughput(m, ratio) / one for m in numbers]
+        times = Times(1, 1, superpod.COMM_RATIO_DBRX * size / superpod.MEGASCALE["DBRX"])
+        ours[model] = numbers, [times.throughput(m) / times.throughput(1) for m in numbers]
         second, third = _said("ms.pp.m12", f"ms.pp.m23/{model}")
         theirs[model] = (2, 3), [second, second * third]
     return Figure("MegaScale-Infer, Figure 14", "microbatches", "x of one", ours, theirs)

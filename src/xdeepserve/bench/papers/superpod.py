@@ -30,7 +30,7 @@ from xdeepserve.engine.deploy.deployment import (
 from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.hw.spec import Param, Spec
 from xdeepserve.model.presets import resolve_model
-from xdeepserve.planner.performance import ping_pong_throughput
+from xdeepserve.planner.performance import Times
 from xdeepserve.prices.formula import EP320, LayerCost, Load
 from xdeepserve.prices.run import DecodeRun, decode_iteration
 
@@ -126,18 +126,16 @@ def formulas(cost: LayerCost) -> list[Row]:
 def third_microbatch(model: str, comm_ratio: float) -> list[Row]:
     """Compute the gain of a third microbatch, with DBRX's ratio of moving to computing time as
     `comm_ratio`."""
-    ratio = comm_ratio * MEGASCALE[model] / MEGASCALE["DBRX"]
-    gain = ping_pong_throughput(3, ratio) / ping_pong_throughput(2, ratio)
+    times = Times(1, 1, comm_ratio * MEGASCALE[model] / MEGASCALE["DBRX"])
+    gain = times.throughput(3) / times.throughput(2)
     return [Row(f"ms.pp.m23/{model}", gain, "x", "calibrated" if model == "DBRX" else "predicted")]
 
 
 def megascale() -> list[Row]:
     """Compute ping-pong of attention and experts: throughput with one more microbatch (MS 7.4)."""
     rows = [row for model in MEGASCALE for row in third_microbatch(model, COMM_RATIO_DBRX)]
-    ratio = COMM_RATIO_DBRX
-    rows.append(
-        Row("ms.pp.m12", ping_pong_throughput(2, ratio) / ping_pong_throughput(1, ratio), "x", "predicted")
-    )
+    times = Times(1, 1, COMM_RATIO_DBRX)
+    rows.append(Row("ms.pp.m12", times.throughput(2) / times.throughput(1), "x", "predicted"))
     return rows
 
 
