@@ -74,8 +74,8 @@ class Times(NamedTuple):
         return self.cycle + (m - 1) * self.f + (layers - 1) * max(m * self.f, self.cycle)
 
     def throughput(self, m: int) -> float:
-        """Return the microbatches of a layer that ping-pong serves in a ns: m in the longer of their turns and
-        a cycle (MS 4.1)."""
+        """Return the microbatches of a layer that ping-pong serves in a ns: m in the longer of m T_f and a
+        cycle (MS 4.1)."""
         return m / max(m * self.f, self.cycle)
 
 

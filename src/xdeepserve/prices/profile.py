@@ -284,12 +284,7 @@ class PodProfile:
         return Ways(Curve(CARD_ROWS, tuple(posts)), way._replace(fixed=fixed))
 
     def _exchange(
-        self,
-        rows: int,
-        dies: int,
-        routed: int,
-        shared: int,
-        devices: tuple[Device, Device],
+        self, rows: int, dies: int, routed: int, shared: int, devices: tuple[Device, Device]
     ) -> tuple[float, float]:
         """Measure an attention die's time to send `rows`, and its wait afterwards without the experts' time,
         if `dies` of them share a sample of `routed` expert dies."""
