@@ -25,7 +25,7 @@ from xdeepserve.planner.performance import LatencyBound, Times
 from xdeepserve.planner.pod_search import PodSpace, plans
 from xdeepserve.planner.search import balanced
 from xdeepserve.prices.profile import Demand, PodProfile
-from xdeepserve.prices.run import decode_iteration
+from xdeepserve.prices.step_run import decode_iteration
 from xdeepserve.progress import working
 
 SLO_NS = 150e6

@@ -23,7 +23,7 @@ from xdeepserve.planner.layouts import (
 )
 from xdeepserve.planner.pod_search import PodSpace, exhaustive, plans
 from xdeepserve.prices.profile import Demand, PodProfile
-from xdeepserve.prices.run import decode_iteration
+from xdeepserve.prices.step_run import decode_iteration
 
 LAYOUTS = (
     PodLayout(kind="monolithic", dies=1),

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xdeepserve.planner.performance import Times, moe_util, transfer_ns, util
-from xdeepserve.prices.table import Curve
+from xdeepserve.prices.curve import Curve
 
 TIMES = st.builds(Times, *[st.floats(1, 1e6)] * 2, st.floats(0, 1e6), busy=st.floats(0, 1e6))
 

@@ -3,8 +3,8 @@
 from xdeepserve.platform.made_traffic import MadeTraffic, made
 from xdeepserve.platform.step_te import StepLimits
 from xdeepserve.platform.traces import TracedRequest
+from xdeepserve.prices.curve import Curve
 from xdeepserve.prices.step_price import StepPrice
-from xdeepserve.prices.table import Curve
 
 PRICE = StepPrice(
     num_groups=2,

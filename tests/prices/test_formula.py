@@ -15,7 +15,7 @@ from xdeepserve.model.presets import resolve_model
 from xdeepserve.planner.performance import Times
 from xdeepserve.prices.formula import EP320, SPLITS, LayerCost, Load
 from xdeepserve.prices.profile import Demand, PodProfile
-from xdeepserve.prices.run import DecodeRun
+from xdeepserve.prices.step_run import DecodeRun
 from xdeepserve.step.stage import Counts
 
 COST = LayerCost(resolve_model("deepseek-r1").config)

@@ -32,7 +32,7 @@ from xdeepserve.llm import LLM
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.prices.formula import expert_layer
-from xdeepserve.prices.run import DecodeRun, DummyTokens, decode_iteration
+from xdeepserve.prices.step_run import DecodeRun, DummyTokens, decode_iteration
 from xdeepserve.step.frame import Model
 from xdeepserve.step.layer import Where, decoder_layer
 from xdeepserve.step.stage import Counts, stages

@@ -16,8 +16,8 @@ from xdeepserve.planner.moe_shape import BF16, MoEShape
 from xdeepserve.planner.performance import GAP_NS, Times, util
 from xdeepserve.planner.pod_search import least_dies, worth
 from xdeepserve.planner.search import Bound
+from xdeepserve.prices.curve import Curve
 from xdeepserve.prices.profile import HERE, ROWS, USABLE, Demand, PodProfile
-from xdeepserve.prices.table import Curve
 
 EXTRAPOLATED = "extrapolated"
 WORDS = (

@@ -10,7 +10,7 @@ from __future__ import annotations
 from xdeepserve.hw.accelerators import Accelerator
 from xdeepserve.planner.moe_shape import MoEShape
 from xdeepserve.planner.search import NodeKind
-from xdeepserve.prices.table import Curve
+from xdeepserve.prices.curve import Curve
 
 NODE_ROWS = (1, 16, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)  # of a node that is priced
 MESSAGES = tuple(float(1 << i) for i in range(10, 25, 2))  # bytes

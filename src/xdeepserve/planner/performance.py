@@ -11,7 +11,7 @@ import math
 from typing import NamedTuple
 
 from xdeepserve.hw.spec import Spec
-from xdeepserve.prices.table import Curve
+from xdeepserve.prices.curve import Curve
 
 GAP_NS = 1e9 * Spec().scheduler_gap.value
 

@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from xdeepserve.planner.performance import Times, transfer_ns
-from xdeepserve.prices.table import Curve
+from xdeepserve.prices.curve import Curve
 
 Bound = Literal["SLO", "memory", "range"]
 

@@ -21,8 +21,8 @@ from xdeepserve.hw.accelerators import ACCELERATORS
 from xdeepserve.m2n.clock_way import m2n_row_nbytes
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.weights import Part, select, weight_specs
-from xdeepserve.prices.run import DecodeRun, decode_iteration
-from xdeepserve.prices.table import Curve, measured, with_blocks
+from xdeepserve.prices.curve import Curve, measured, with_blocks
+from xdeepserve.prices.step_run import DecodeRun, decode_iteration
 from xdeepserve.step.attention import KV_NBYTES
 from xdeepserve.step.layer import ATTENTION
 from xdeepserve.step.stage import stages

@@ -23,8 +23,8 @@ from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.errors import InputError
 from xdeepserve.model.checkpoint import Checkpoint
-from xdeepserve.prices.run import DecodeRun, StepShare, one_step
-from xdeepserve.prices.table import Curve, Progress, measured, with_blocks
+from xdeepserve.prices.curve import Curve, Progress, measured, with_blocks
+from xdeepserve.prices.step_run import DecodeRun, StepShare, one_step
 from xdeepserve.step.stage import Counts, stages
 
 # Few rows leave experts untouched, whose weights are then not read, and some hundred are where a die's GEMMs

@@ -36,7 +36,7 @@ from xdeepserve.hw.topology import SUB_PLANES, Plane
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.prices.formula import EP320, ExpertDies, LayerCost, Load, PrefillCost, Tiles
-from xdeepserve.prices.run import decode_iteration
+from xdeepserve.prices.step_run import decode_iteration
 from xdeepserve.progress import working
 
 PUSHED = frozenset({"FusedDispatch", "FusedCombine"})

@@ -26,7 +26,7 @@ from xdeepserve.engine.deploy.deployment import (
 from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.prices.formula import ACCEPTANCE, EP320, SPLITS, LayerCost, Load
-from xdeepserve.prices.run import DecodeRun, decode_iteration
+from xdeepserve.prices.step_run import DecodeRun, decode_iteration
 from xdeepserve.step.stage import Counts
 
 SHALLOW, DEEP = 13, 23  # layers

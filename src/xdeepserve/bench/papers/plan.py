@@ -39,9 +39,9 @@ from xdeepserve.planner.performance import LatencyBound, Times, moe_util
 from xdeepserve.planner.pod_search import MICROBATCHES, PodSpace, plans
 from xdeepserve.planner.pod_search import exhaustive as exhaustive_pod
 from xdeepserve.planner.search import NodeKind, Space, algorithm_1, balanced, exhaustive, search
+from xdeepserve.prices.curve import Curve
 from xdeepserve.prices.profile import Demand, PodProfile
-from xdeepserve.prices.run import DecodeRun, decode_iteration
-from xdeepserve.prices.table import Curve
+from xdeepserve.prices.step_run import DecodeRun, decode_iteration
 
 SLO_NS = 150e6  # MS 7.1
 CONTEXT = Demand().context

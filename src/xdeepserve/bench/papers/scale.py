@@ -25,7 +25,7 @@ from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.platform.cluster import Cluster, ClusterTE, deployment_of, priced_kinds, scale_up_of
 from xdeepserve.platform.scale_up import ScaleUp, ScaleWays
-from xdeepserve.prices.run import decode_iteration
+from xdeepserve.prices.step_run import decode_iteration
 
 TE = ClusterTE(dies=32, mtp=0)
 COUNTS = (1, 2, 4, 8, 16, 32, 64)

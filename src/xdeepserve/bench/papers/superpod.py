@@ -32,7 +32,7 @@ from xdeepserve.hw.spec import Param, Spec
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.planner.performance import Times
 from xdeepserve.prices.formula import EP320, LayerCost, Load
-from xdeepserve.prices.run import DecodeRun, decode_iteration
+from xdeepserve.prices.step_run import DecodeRun, decode_iteration
 
 XDS_ACCEPTANCE = 0.9
 

@@ -58,7 +58,7 @@ class Curve(msgspec.Struct, frozen=True):
 def measured(
     points: Sequence[Point], run: Callable[[Point], Run], progress: Progress = lambda done, total: None
 ) -> dict[Point, Run]:
-    """Run each point once; `progress` is told the number of the point and how many there are."""
+    """Run each point once; `progress` gets the number of the point and the number of all points."""
     runs = {}
     for done, point in enumerate(points, 1):
         progress(done, len(points))
@@ -67,7 +67,7 @@ def measured(
 
 
 def with_blocks(deployment: Deployment, num_blocks: int, block_size: int, **changes: Any) -> Deployment:
-    """Give a deployment so many KV blocks and no shared prefixes: times of a step depend on neither."""
+    """Give a deployment other KV blocks and no shared prefixes; the time of a step depends on neither."""
     cache = msgspec.structs.replace(
         deployment.cache, num_blocks=num_blocks, block_size=block_size, prefix=False
     )

@@ -1,4 +1,4 @@
-"""Tables of times: lines between measured points, and two tables of the same step."""
+"""Curves of times: lines between measured points, and two tables of the same step."""
 
 import pytest
 from hypothesis import given
@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.planner.layouts import PodLayout, predict
+from xdeepserve.prices.curve import Curve, measured
 from xdeepserve.prices.profile import Demand, PodProfile
 from xdeepserve.prices.step_price import StepCounts, priced
-from xdeepserve.prices.table import Curve, measured
 
 
 def test_a_curve_is_a_line_between_points() -> None:
