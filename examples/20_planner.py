@@ -18,14 +18,14 @@ from xdeepserve.hw.accelerators import ACCELERATORS
 from xdeepserve.llm import digest
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.planner import explain
-from xdeepserve.planner.decode_run import decode_iteration
 from xdeepserve.planner.devices import pairings, space_of
 from xdeepserve.planner.layouts import predict
 from xdeepserve.planner.moe_shape import PUBLISHED
 from xdeepserve.planner.performance import LatencyBound, Times
-from xdeepserve.planner.pod_profile import Demand, PodProfile
 from xdeepserve.planner.pod_search import PodSpace, plans
 from xdeepserve.planner.search import balanced
+from xdeepserve.prices.profile import Demand, PodProfile
+from xdeepserve.prices.step_run import decode_iteration
 from xdeepserve.progress import working
 
 SLO_NS = 150e6

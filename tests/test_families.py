@@ -22,7 +22,7 @@ from xdeepserve.model.checkpoint import SINGLE_FILE, open_checkpoint
 from xdeepserve.model.export import write_checkpoint
 from xdeepserve.model.reference import Reference
 from xdeepserve.model.weights import RECIPES, Recipe
-from xdeepserve.planner.pod_profile import Demand, PodProfile
+from xdeepserve.prices.profile import Demand, PodProfile
 from xdeepserve.step import sparse
 from xdeepserve.step.frame import Model
 from xdeepserve.step.stage import Counts

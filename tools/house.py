@@ -64,14 +64,13 @@ WINGS: Final[Mapping[str, Room]] = {
     "remote": Room("expert servers in processes of their own, also on computers under Ray (EaaS)", ""),
     "evals": Room("perplexity, agreement and task scores", "corpus quant"),
     "jobs": Room("jobs of tasks, kept on disk; members of a cluster", "evals quant"),
-    "planner": Room("model, latency bound, hardware -> a deployment", "m2n"),
-    "platform": Room("traces on many TEs, scaling (DeepServe)", "planner"),
-    "page": Room("what a page to watch is told, and the page", ""),
+    "prices": Room("a step's time: run, table, formula", "m2n"),
+    "planner": Room("model, latency bound, hardware -> a deployment", "prices"),
+    "platform": Room("traces on many TEs, scaling (DeepServe)", "prices"),
+    "page": Room("the page and its data", ""),
     "chaos": Room("faults by the hundred, and who judges", "ems"),
     "learn": Room("the course", ""),
-    "bench": Room(
-        "what the papers publish beside what comes out here", "corpus evals m2n ems remote planner platform"
-    ),
+    "bench": Room("the papers' values beside ours", "corpus evals m2n ems remote prices planner platform"),
 }
 DOOR: Final = ("api", "cli")  # the rooms of the house that no wing uses
 

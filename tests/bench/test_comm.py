@@ -13,7 +13,7 @@ import pytest
 from xdeepserve.bench.papers import comm, sizes
 from xdeepserve.bench.report import Row, print_rows, published
 from xdeepserve.cli import main
-from xdeepserve.comm.cost import CommCost, Way, expected_maximum
+from xdeepserve.comm.cost import OPS, CommCost, Way, expected_maximum
 from xdeepserve.comm.p2p.layout import RingLayout
 from xdeepserve.errors import InputError
 from xdeepserve.hw.engines import Copy
@@ -137,7 +137,7 @@ def test_the_exchange_parameters_are_the_fit_to_the_rows_that_say_so() -> None:
     """Least squares of relative errors over the four rows of EP 8 and 256, on the model's own features."""
     spec, cost = Spec(), CommCost(way="push")
     features, rest = [], []
-    for op, meetings in zip(sizes.OPS, (2, 0), strict=True):
+    for op, meetings in zip(OPS, (2, 0), strict=True):
         for ep in sizes.FITTED_EP_SIZES:
             rows = 1024 * cost.busiest(ep, 1024)
             load = cost.crossing_ns(ep, rows) / spec.exchange_copy.value / 1e9
@@ -159,7 +159,7 @@ def test_the_exchange_parameters_are_the_fit_to_the_rows_that_say_so() -> None:
 def test_exchanges_by_formula_and_simulated_agree(ep: int, batch: int, way: Way) -> None:
     """Each operator for itself. What differs: the routing's chance, and whose port is the busiest."""
     cost = CommCost(way=way)
-    for op, time in zip(sizes.OPS, comm.simulate_exchange(way, ep, batch, comm.SHRINK), strict=True):
+    for op, time in zip(OPS, comm.simulate_exchange(way, ep, batch, comm.SHRINK), strict=True):
         assert time == pytest.approx(cost.exchange_ns(op, ep, batch, 8), rel=0.10)
 
 
@@ -192,7 +192,7 @@ def test_the_rings_geometry_is_the_parameter_tables() -> None:
 
 def test_the_exchange_model_behaves() -> None:
     ways: tuple[Way, Way] = "pull", "push"
-    for way, op in itertools.product(ways, sizes.OPS):
+    for way, op in itertools.product(ways, OPS):
         cost = CommCost(way=way)
         times = [cost.exchange_ns(op, ep, 128, 8) for ep in (2, 4, 8, 16, 32, 64, 128, 256, 288, 320)]
         assert times == sorted(times)
@@ -206,7 +206,7 @@ def test_the_exchange_model_behaves() -> None:
 def test_each_operator_pays_for_its_own_steps() -> None:
     """More ranks are more flags of a dispatch; a fused combine has one for each answer (CM Table 6)."""
     cost = CommCost(way="push")
-    grown = [cost.exchange_ns(op, 256, 128, 8) - cost.exchange_ns(op, 8, 128, 8) for op in sizes.OPS]
+    grown = [cost.exchange_ns(op, 256, 128, 8) - cost.exchange_ns(op, 8, 128, 8) for op in OPS]
     assert grown[0] > grown[1]
     free = msgspec.structs.replace(cost.spec, core_meeting=Param(0, "s", "none"))
     without = CommCost(free, way="push")
@@ -217,7 +217,7 @@ def test_each_operator_pays_for_its_own_steps() -> None:
 def test_dispatch_is_slower_than_combine_for_small_batches_alone() -> None:
     """XDS 3.2, Figure 6, at EP 128."""
     cost = CommCost()
-    times = {b: [cost.exchange_ns(op, 128, b, 8) for op in sizes.OPS] for b in (8, 16, 32, 64, 96, 128)}
+    times = {b: [cost.exchange_ns(op, 128, b, 8) for op in OPS] for b in (8, 16, 32, 64, 96, 128)}
     assert [b for b, (dispatch, combine) in times.items() if dispatch > combine] == [8, 16, 32]
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from xdeepserve.bench.papers import every_value, figures
-from xdeepserve.bench.papers.decode_formula import LayerCost
 from xdeepserve.model.presets import resolve_model
+from xdeepserve.prices.formula import LayerCost
 
 ALL = [*chain.from_iterable(figures.FIGURES.values())]
 

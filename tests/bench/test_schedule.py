@@ -11,11 +11,11 @@ from xdeepserve.bench.papers import heatmap, schedule
 from xdeepserve.cli import main
 from xdeepserve.engine.balance.heat_map import read_heat_map
 from xdeepserve.engine.deploy.policies import ROUTE
-from xdeepserve.planner.performance import Curve
 from xdeepserve.platform.cluster import Cluster, PricedKind
 from xdeepserve.platform.fleet import Fleet
-from xdeepserve.platform.step_price import StepPrice
 from xdeepserve.platform.step_te import StepLimits
+from xdeepserve.prices.curve import Curve
+from xdeepserve.prices.step_price import StepPrice
 
 PRICE = StepPrice(4, Curve((1.0, 512.0), (1e6, 30e6)), Curve((1.0, 2048.0), (1e6, 9e6)), 40.0, 30.0, 2e6)
 LIMITS = StepLimits(64, 512, 100_000, 512)

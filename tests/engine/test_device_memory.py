@@ -14,8 +14,8 @@ from xdeepserve.hw.accelerators import ACCELERATORS, atlas_a2
 from xdeepserve.hw.spec import Param, Spec
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.planner.layouts import PodLayout, max_requests
-from xdeepserve.planner.pod_profile import Demand, PodProfile
 from xdeepserve.planner.sweep import Point, measure
+from xdeepserve.prices.profile import Demand, PodProfile
 
 BLOCK = 128
 DEVICES: list[Device] = list(ACCELERATORS)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from xdeepserve.history import History, serve
 from xdeepserve.hw.accelerators import ACCELERATORS
 from xdeepserve.llm import LLM, digest
 from xdeepserve.model.presets import resolve_model
-from xdeepserve.planner.decode_run import decode_iteration
+from xdeepserve.prices.step_run import decode_iteration
 
 PARAMS = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
 PROMPTS = [[7], list(range(3, 40)), [5, 6, 7] * 9]

@@ -12,7 +12,6 @@ from xdeepserve.errors import DeploymentError
 from xdeepserve.llm import LLM, digest
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.planner import explain
-from xdeepserve.planner.decode_run import decode_iteration
 from xdeepserve.planner.layouts import (
     PodLayout,
     is_known,
@@ -22,8 +21,9 @@ from xdeepserve.planner.layouts import (
     predict,
     sized,
 )
-from xdeepserve.planner.pod_profile import Demand, PodProfile
 from xdeepserve.planner.pod_search import PodSpace, exhaustive, plans
+from xdeepserve.prices.profile import Demand, PodProfile
+from xdeepserve.prices.step_run import decode_iteration
 
 LAYOUTS = (
     PodLayout(kind="monolithic", dies=1),

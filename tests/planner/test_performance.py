@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xdeepserve.planner.performance import Curve, Times, moe_util, transfer_ns, util
+from xdeepserve.planner.performance import Times, moe_util, transfer_ns, util
+from xdeepserve.prices.curve import Curve
 
 TIMES = st.builds(Times, *[st.floats(1, 1e6)] * 2, st.floats(0, 1e6), busy=st.floats(0, 1e6))
 
@@ -38,20 +39,6 @@ def test_three_microbatches_hide_fast_communication_and_four_slow() -> None:
 def test_experts_that_serve_several_domains_set_the_pace() -> None:
     assert Times(300, 100, 50, busy=400).f == 400
     assert Times(300, 100, 50, busy=400).cycle == 500
-
-
-def test_a_curve_is_a_line_between_points() -> None:
-    curve = Curve((1, 3, 5), (10, 30, 70))
-    assert [curve(x) for x in (0, 1, 2, 3, 4, 5, 6)] == [10, 10, 20, 30, 50, 70, 90]
-    assert curve.covers(5)
-    assert not curve.covers(5.1)
-
-
-@given(st.floats(0.1, 100), st.floats(0, 1000))
-def test_least_squares_find_a_line_that_is_there(k: float, fixed: float) -> None:
-    curve = Curve((1, 4, 9, 20), tuple(k * x + fixed for x in (1, 4, 9, 20)))
-    assert curve.line() == pytest.approx((k, fixed), abs=1e-6)
-    assert curve.misfit() == pytest.approx(0, abs=1e-9)
 
 
 def test_communication_takes_what_the_slower_side_takes() -> None:

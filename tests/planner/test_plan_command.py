@@ -7,9 +7,9 @@ import pytest
 from xdeepserve.cli import main
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.planner.layouts import LargestBatch, PodLayout, sized
-from xdeepserve.planner.pod_profile import Demand, PodProfile
 from xdeepserve.planner.sweep import Point, measure
 from xdeepserve.platform.command import requests_of
+from xdeepserve.prices.profile import Demand, PodProfile
 
 TINY = ["plan", "--model", "tiny", "--slo-ms", "2", "--dies", "4", "--prompt", "40", "--output", "24"]
 

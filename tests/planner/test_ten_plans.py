@@ -14,9 +14,9 @@ from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.llm import LLM, digest
 from xdeepserve.model.presets import resolve_model
-from xdeepserve.planner.decode_run import decode_iteration
 from xdeepserve.planner.layouts import layout_of, predict
-from xdeepserve.planner.pod_profile import Demand, PodProfile
+from xdeepserve.prices.profile import Demand, PodProfile
+from xdeepserve.prices.step_run import decode_iteration
 
 PARAMS = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
 PROMPTS = [[7], list(range(3, 40)), [5, 6, 7] * 9]

@@ -9,8 +9,8 @@ from xdeepserve.errors import InputError
 from xdeepserve.platform import step_te
 from xdeepserve.platform.fleet import Fleet
 from xdeepserve.platform.fleet_words import Decision, FleetTE, ServedRequest
-from xdeepserve.platform.step_price import StepCounts, StepPrice
 from xdeepserve.platform.traces import TracedRequest
+from xdeepserve.prices.step_price import StepCounts, StepPrice
 
 
 def fleet(count: int = 3, **options: object) -> Fleet:

@@ -15,16 +15,16 @@ from xdeepserve.engine.deploy.policies import ROUTE
 from xdeepserve.errors import InputError
 from xdeepserve.llm import LLM, digest
 from xdeepserve.model.presets import TinyCheckpoint
-from xdeepserve.platform import step_price
 from xdeepserve.platform.cluster import Cluster, ClusterTE, fleet_tes, least_count, priced_kinds, read_cluster
 from xdeepserve.platform.command import explained
 from xdeepserve.platform.fleet import Fleet
 from xdeepserve.platform.fleet_words import Decision, FleetTE
 from xdeepserve.platform.made_traffic import MadeTraffic, made
 from xdeepserve.platform.service_report import Bounds, Outcome, ServiceReport, TELoad, report
-from xdeepserve.platform.step_price import StepPrice
 from xdeepserve.platform.token_replay import prompts_of, replayed
 from xdeepserve.platform.traces import TracedRequest
+from xdeepserve.prices import step_price
+from xdeepserve.prices.step_price import StepPrice
 
 SMALL = MadeTraffic(requests=14, seconds=0.02, prompt=60, output=5, system=30, block=16, pause=0.01)
 TWO = 'model = "tiny"\npolicy = "{}"\n[[te]]\ndies = 2\nmtp = 0\n[[te]]\ndies = 2\nmtp = 0\napart = true\n'

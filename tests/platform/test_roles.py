@@ -17,8 +17,8 @@ from xdeepserve.platform.made_traffic import MadeTraffic, made
 from xdeepserve.platform.role_ratio import RoleBounds, RoleRates, RoleState, Workload, next_roles, role_rates
 from xdeepserve.platform.scale_up import HeldWeights, ScaleUp
 from xdeepserve.platform.service_report import Bounds
-from xdeepserve.platform.step_price import StepCounts
 from xdeepserve.platform.traces import TracedRequest
+from xdeepserve.prices.step_price import StepCounts
 
 BOUNDS = RoleBounds(patience_s=4, calm_s=10, horizon_s=100)
 WORK = Workload(10, 1000, 2000, 1000, 100)

@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from xdeepserve.cli import main
 from xdeepserve.errors import InputError
 from xdeepserve.model.presets import resolve_model
-from xdeepserve.platform import step_price
 from xdeepserve.platform.made_traffic import MadeTraffic, made, parsed
 from xdeepserve.platform.traces import (
     FORMATS,
@@ -32,6 +31,7 @@ from xdeepserve.platform.traces import (
     read_trace,
     trace_format,
 )
+from xdeepserve.prices import step_price
 
 DOCS = Path(__file__).parents[2] / "docs"
 Row = tuple[int, int, int]  # milliseconds, tokens of a prompt, tokens of its answer

@@ -1,10 +1,10 @@
 """Tools of the tests of the platform: prices and limits of steps, small traffic."""
 
-from xdeepserve.planner.performance import Curve
 from xdeepserve.platform.made_traffic import MadeTraffic, made
-from xdeepserve.platform.step_price import StepPrice
 from xdeepserve.platform.step_te import StepLimits
 from xdeepserve.platform.traces import TracedRequest
+from xdeepserve.prices.curve import Curve
+from xdeepserve.prices.step_price import StepPrice
 
 PRICE = StepPrice(
     num_groups=2,

@@ -23,7 +23,7 @@ from xdeepserve.hw.spec import Spec
 from xdeepserve.llm import LLM
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.presets import resolve_model
-from xdeepserve.planner.decode_run import decode_iteration
+from xdeepserve.prices.step_run import decode_iteration
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8 + i] for i in range(6)]
 PARAMS = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0)

@@ -19,6 +19,7 @@ from xdeepserve.hw.spec import Spec
 from xdeepserve.hw.topology import SUB_PLANES, Topology
 
 Op: TypeAlias = Literal["dispatch", "combine"]
+OPS: tuple[Op, Op] = "dispatch", "combine"
 Way: TypeAlias = Literal["pull", "push"]  # xDeepServe's operators (XDS 3.2), or the fused ones of CM 4.2.1
 ACTIVATION, ANSWER = 4, 2  # bytes of an element where it is computed, and on its way back
 SCALE_SLOT = 512  # bytes of a pushed message beside its INT8 payload (CM 4.2.1)

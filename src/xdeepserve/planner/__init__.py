@@ -6,6 +6,5 @@
 - `search`: Algorithm 1, and exhaustive search beside it
 - `fit`: times from timing-only runs and the one table of prices, never typed in
 - `layouts`: the same question for this project's own deployments on a number of dies
-- `decode_run`: a decode iteration of a timing-only pod, which is the source of fits and the check of plans
 - `sweep`: such an iteration for each combination of settings, batch and context
 """

@@ -14,8 +14,8 @@ from xdeepserve.progress import working
 
 if TYPE_CHECKING:
     from xdeepserve.planner.performance import LatencyBound
-    from xdeepserve.planner.pod_profile import Demand
     from xdeepserve.planner.pod_search import PodSpace
+    from xdeepserve.prices.profile import Demand
 
 POD = "cm384"
 MAX_DIES = 768
@@ -114,8 +114,8 @@ def _bound(args: argparse.Namespace) -> LatencyBound:
 
 def _demand(args: argparse.Namespace) -> Demand:
     """Read the demand of requests: options, or the means of a trace, whose longest request has to fit."""
-    from xdeepserve.planner.pod_profile import Demand
     from xdeepserve.platform.command import requests_of
+    from xdeepserve.prices.profile import Demand
 
     if args.trace is None:
         default = Demand()
@@ -222,8 +222,8 @@ def _pod(args: argparse.Namespace, bound: LatencyBound, names: list[str]) -> int
     """Plan deployments to run here, of CloudMatrix384 dies or of other devices."""
     from xdeepserve.model.presets import resolve_model
     from xdeepserve.planner import explain
-    from xdeepserve.planner.pod_profile import PodProfile
     from xdeepserve.planner.pod_search import plans
+    from xdeepserve.prices.profile import PodProfile
 
     asked, demand, checkpoint = _asked(args, bound, names), _demand(args), resolve_model(args.model)
     _check_length(args, demand, checkpoint.config.max_position_embeddings)

@@ -13,10 +13,11 @@ from xdeepserve.hw.accelerators import ACCELERATORS, Accelerator
 from xdeepserve.planner.devices import Pairing, cheaper, paired, slower
 from xdeepserve.planner.layouts import LayoutPlan, batch_of, max_requests, predict, roles_of, sized
 from xdeepserve.planner.moe_shape import BF16, MoEShape
-from xdeepserve.planner.performance import GAP_NS, Curve, Times, util
-from xdeepserve.planner.pod_profile import HERE, ROWS, USABLE, Demand, PodProfile
+from xdeepserve.planner.performance import GAP_NS, Times, util
 from xdeepserve.planner.pod_search import least_dies, worth
 from xdeepserve.planner.search import Bound
+from xdeepserve.prices.curve import Curve
+from xdeepserve.prices.profile import HERE, ROWS, USABLE, Demand, PodProfile
 
 EXTRAPOLATED = "extrapolated"
 WORDS = (
@@ -205,7 +206,7 @@ def pod_reasons(profile: PodProfile, plan: LayoutPlan, slo_ns: float) -> list[st
     lines = [] if plan.times is None else conditions(plan.times, layout.microbatches, profile.num_moe)
     dies, top_k = layout.routed or layout.dies, profile.config.num_experts_per_tok
     near, far = layout.devices
-    attention = Curve(ROWS, tuple(profile.attention(dies, rows, near) for rows in ROWS))
+    attention = Curve.of(ROWS, lambda rows: profile.attention(dies, rows, near))
     copies = tuple(rows * top_k for rows in ROWS)
     experts = Curve(copies, tuple(profile.other(dies, "Experts", rows, far) for rows in ROWS))
     return [

@@ -2,15 +2,15 @@
 
 BF16 is priced launch by launch by the table that every run is billed from (`Spec.stage_ns`). The efficiencies
 in it are assumed: nobody has timed BF16 on these devices, and a plan that uses them has to say so. Times that
-are run instead are in `pod_profile`.
+are run instead are in `prices/profile.py`.
 """
 
 from __future__ import annotations
 
 from xdeepserve.hw.accelerators import Accelerator
 from xdeepserve.planner.moe_shape import MoEShape
-from xdeepserve.planner.performance import Curve
 from xdeepserve.planner.search import NodeKind
+from xdeepserve.prices.curve import Curve
 
 NODE_ROWS = (1, 16, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)  # of a node that is priced
 MESSAGES = tuple(float(1 << i) for i in range(10, 25, 2))  # bytes
@@ -21,7 +21,7 @@ def message_curve(device: Accelerator) -> Curve:
     """Make the time of a message by size through a device's card: startup, then bytes, as in
     `hw/nic.Cards`."""
     startup, rate = device.spec.roce_startup.value, device.network.value
-    return Curve(MESSAGES, tuple(1e9 * (startup + size / rate) for size in MESSAGES))
+    return Curve.of(MESSAGES, lambda size: 1e9 * (startup + size / rate))
 
 
 def attention_sides(shape: MoEShape, device: Accelerator, context: float) -> tuple[NodeKind, ...]:

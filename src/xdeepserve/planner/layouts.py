@@ -23,8 +23,8 @@ from xdeepserve.errors import DeploymentError
 from xdeepserve.hw.accelerators import ACCELERATORS
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.planner.performance import GAP_NS, Times
-from xdeepserve.planner.pod_profile import HERE, ROWS, Demand, PodProfile, decode_settings, usable_nbytes
 from xdeepserve.planner.search import Bound
+from xdeepserve.prices.profile import HERE, ROWS, Demand, PodProfile, decode_settings, usable_nbytes
 
 COPIES_KNOWN = 2
 

@@ -8,12 +8,10 @@ way back.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from typing import NamedTuple
 
-import msgspec
-
 from xdeepserve.hw.spec import Spec
+from xdeepserve.prices.curve import Curve
 
 GAP_NS = 1e9 * Spec().scheduler_gap.value
 
@@ -37,40 +35,6 @@ class LatencyBound(NamedTuple):
         """Return the command-line option with a bound that an iteration of `least_ns` keeps."""
         option, gap_ns = ("--tpot-ms", GAP_NS) if self.of_tpot else ("--slo-ms", 0.0)
         return f"{option} {math.ceil((least_ns + gap_ns) / 1e5) / 10:g} would do"
-
-
-class Curve(msgspec.Struct, frozen=True):
-    """A profile: measured times [ns] at some x, such as rows or bytes, in rising order."""
-
-    x: tuple[float, ...]
-    ns: tuple[float, ...]
-
-    def __call__(self, x: float) -> float:
-        """Interpolate linearly between two points (MS 4.2). Before the first point the first time holds;
-        after the last, the line of the last two continues."""
-        if x <= self.x[0] or len(self.x) == 1:
-            return self.ns[0]
-        i = min(bisect_left(self.x, x), len(self.x) - 1)
-        x0, x1, y0, y1 = self.x[i - 1], self.x[i], self.ns[i - 1], self.ns[i]
-        return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
-
-    def covers(self, x: float) -> bool:
-        """Whether x is at most the last point. Below the first point, the first time is an upper bound;
-        beyond the last, nothing is known."""
-        return x <= self.x[-1]
-
-    def line(self) -> tuple[float, float]:
-        """Fit slope and intercept by least squares: k1 and k2 of T_a, k3 and k4 of T_e."""
-        n = len(self.x)
-        mx, my = sum(self.x) / n, sum(self.ns) / n
-        spread = sum((x - mx) ** 2 for x in self.x)
-        slope = sum((x - mx) * (y - my) for x, y in zip(self.x, self.ns, strict=True)) / spread
-        return slope, my - slope * mx
-
-    def misfit(self) -> float:
-        """Return the largest distance of a point from the fitted line, as a fraction of the largest time."""
-        k, c = self.line()
-        return max(abs(k * x + c - y) for x, y in zip(self.x, self.ns, strict=True)) / max(self.ns)
 
 
 class Times(NamedTuple):
@@ -108,6 +72,11 @@ class Times(NamedTuple):
         + T_f (m L - 1). Otherwise a layer begins a cycle after the one before, when its first microbatch is
         back."""
         return self.cycle + (m - 1) * self.f + (layers - 1) * max(m * self.f, self.cycle)
+
+    def throughput(self, m: int) -> float:
+        """Return the microbatches of a layer that ping-pong serves in a ns: m in the longer of m T_f and a
+        cycle (MS 4.1)."""
+        return m / max(m * self.f, self.cycle)
 
 
 def transfer_ns(sent: Curve, received: Curve, sent_nbytes: float, received_nbytes: float) -> float:

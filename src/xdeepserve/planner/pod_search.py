@@ -26,7 +26,7 @@ from xdeepserve.planner.layouts import (
     sized,
 )
 from xdeepserve.planner.performance import LatencyBound
-from xdeepserve.planner.pod_profile import HERE, PodProfile, usable_nbytes
+from xdeepserve.prices.profile import HERE, PodProfile, usable_nbytes
 
 MICROBATCHES = (1, 2, 3, 4)
 DOMAINS = range(1, 9)

@@ -8,7 +8,8 @@ from typing import Literal
 
 import msgspec
 
-from xdeepserve.planner.performance import Curve, Times, transfer_ns
+from xdeepserve.planner.performance import Times, transfer_ns
+from xdeepserve.prices.curve import Curve
 
 Bound = Literal["SLO", "memory", "range"]
 

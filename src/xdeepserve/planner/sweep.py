@@ -1,6 +1,6 @@
 """The cost of a decode iteration for each combination of settings, batch and context: time only.
 
-Every point is a run of the engine without its arithmetic (`planner/decode_run.py`). All DP groups are filled
+Every point is a run of the engine without its arithmetic (`prices/step_run.py`). All DP groups are filled
 with sequences in the middle of decoding, and a step of all of them is timed on the virtual clock.
 """
 
@@ -27,7 +27,7 @@ from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.errors import DeploymentError, InputError, RequestError
 from xdeepserve.hw.spec import Spec
 from xdeepserve.model.presets import resolve_model
-from xdeepserve.planner.decode_run import DecodeRun, decode_iteration
+from xdeepserve.prices.step_run import DecodeRun, decode_iteration
 
 DIES_PER_CHIP = 2
 MORE_THAN_ALL = 105.0  # percent: more than rounding makes of 100

@@ -1,7 +1,6 @@
 """The serverless platform over many TEs (DeepServe 3, 5 and 6): traffic, the TEs that serve it, and results.
 
 - `traces`: requests of public traces, and `made_traffic`, a seeded generator with adjustable statistics
-- `step_price`: the cost of a TE's step by its counts, from timing-only runs
 - `step_te`, `fleet`: TEs at the grain of a step, and requests on their way to them
 - `auto_scaler`, `scale_up`, `fleet_scaling`: the number of TEs that a load needs, the cost of a new TE, and
   growth and shrinking

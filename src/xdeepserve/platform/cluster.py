@@ -39,7 +39,6 @@ from xdeepserve.hw.spec import Spec
 from xdeepserve.model.cache_layout import entries_nbytes
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.presets import resolve_model
-from xdeepserve.planner.pod_profile import usable_nbytes
 from xdeepserve.platform.auto_scaler import ScaleBounds
 from xdeepserve.platform.fleet import Fleet
 from xdeepserve.platform.fleet_pool import FleetPool
@@ -51,8 +50,9 @@ from xdeepserve.platform.pool_size import PoolBounds
 from xdeepserve.platform.role_ratio import RoleBounds
 from xdeepserve.platform.scale_up import ScaleUp, ScaleWays, dummy_ns, held_weights
 from xdeepserve.platform.service_report import Bounds, ServiceReport
-from xdeepserve.platform.step_price import Progress, StepPrice, priced, with_room
 from xdeepserve.platform.step_te import StepLimits
+from xdeepserve.prices.profile import usable_nbytes
+from xdeepserve.prices.step_price import Progress, StepPrice, priced, with_room
 from xdeepserve.reading import Mistake, read
 
 MAX_TES, MAX_DIES = 4096, 768

@@ -28,8 +28,8 @@ from xdeepserve.platform.service_report import (
     missed_bounds,
     report,
 )
-from xdeepserve.platform.step_price import Progress
 from xdeepserve.platform.traces import TracedRequest
+from xdeepserve.prices.step_price import Progress
 
 LATER_NS = 10**15  # when a TE that has had one request is idle again
 

@@ -19,9 +19,9 @@ from xdeepserve.engine.balance.prompt_tree import PromptTree
 from xdeepserve.engine.balance.te_policies import Known, RoutedRequest, best, scores
 from xdeepserve.errors import InputError, XDeepServeError
 from xdeepserve.platform.fleet_words import Decision, FleetTE, ServedRequest
-from xdeepserve.platform.step_price import StepPrice
 from xdeepserve.platform.step_te import StepLimits, StepTE, TETask
 from xdeepserve.platform.traces import TracedRequest
+from xdeepserve.prices.step_price import StepPrice
 
 Predict = Callable[[TracedRequest], float]
 EVERY = 500  # requests between two words about progress

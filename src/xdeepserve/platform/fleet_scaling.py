@@ -19,7 +19,7 @@ from xdeepserve.platform.fleet import Fleet
 from xdeepserve.platform.fleet_words import FleetTE, ServedRequest
 from xdeepserve.platform.scale_up import ScaleUp
 from xdeepserve.platform.service_report import Bounds, is_within
-from xdeepserve.platform.step_price import StepCounts
+from xdeepserve.prices.step_price import StepCounts
 
 # Pre-warmed TEs of a fleet: pods with processes that run and have no model yet (DeepServe 6.1).
 #

@@ -6,8 +6,8 @@ from typing import Literal, NamedTuple
 
 from xdeepserve.engine.balance.te_policies import Floats
 from xdeepserve.platform.service_report import Outcome
-from xdeepserve.platform.step_price import StepPrice
 from xdeepserve.platform.step_te import StepLimits
+from xdeepserve.prices.step_price import StepPrice
 
 TERole = Literal["both", "prefill", "decode"]
 

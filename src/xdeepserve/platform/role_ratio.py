@@ -13,8 +13,8 @@ from typing import NamedTuple
 import msgspec
 
 from xdeepserve.platform.patience import Followed, still_waits
-from xdeepserve.platform.step_price import StepCounts, StepPrice
 from xdeepserve.platform.step_te import StepLimits
+from xdeepserve.prices.step_price import StepCounts, StepPrice
 
 
 class RoleBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

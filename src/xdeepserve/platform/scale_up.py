@@ -29,7 +29,7 @@ from xdeepserve.engine.npu_fork import CHUNK_NBYTES
 from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.hw.spec import Param, Spec
 from xdeepserve.model.checkpoint import Checkpoint
-from xdeepserve.platform.step_price import StepCounts, StepPrice, with_room
+from xdeepserve.prices.step_price import StepCounts, StepPrice, with_room
 
 SUPERPOD = 768  # dies that UB connects (CM 3.1)
 

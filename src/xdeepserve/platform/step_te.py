@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from xdeepserve.engine.balance.dp import LONG_PROMPT, prefill_cost
 from xdeepserve.engine.balance.prompt_tree import PromptTree
-from xdeepserve.platform.step_price import StepCounts, StepPrice
 from xdeepserve.platform.traces import TracedRequest
+from xdeepserve.prices.step_price import StepCounts, StepPrice
 
 # What a TE at the grain of a step has to do for one request, and what its DP groups have room for.
 

@@ -25,11 +25,8 @@ from xdeepserve.bench.papers import (
     interference,
     paper_rows,
     pipelines,
-    prefill_formula,
     superpod,
 )
-from xdeepserve.bench.papers.decode_formula import EP320, ExpertDies, LayerCost, Load, Tiles
-from xdeepserve.bench.papers.prefill_formula import PrefillCost
 from xdeepserve.bench.papers.sizes import MODEL
 from xdeepserve.bench.report import Row
 from xdeepserve.comm.cost import CommCost
@@ -38,7 +35,8 @@ from xdeepserve.hw.spec import Param, Spec
 from xdeepserve.hw.topology import SUB_PLANES, Plane
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.presets import resolve_model
-from xdeepserve.planner.decode_run import decode_iteration
+from xdeepserve.prices.formula import EP320, ExpertDies, LayerCost, Load, PrefillCost, Tiles
+from xdeepserve.prices.step_run import decode_iteration
 from xdeepserve.progress import working
 
 PUSHED = frozenset({"FusedDispatch", "FusedCombine"})
@@ -263,7 +261,7 @@ def groups(machine: Formulas) -> dict[str, list[Row]]:
     """Compute all formula rows, grouped by topic."""
     exchanges, layer = comm.exchanges(machine.push), machine.layer
     decode, a2e = superpod.formulas(layer), comm.a2e(machine.pull)
-    prefill = prefill_formula.rows(machine.prefill)
+    prefill = paper_rows.prefill(machine.prefill)
 
     def named(rows: Iterable[Row], *prefixes: str) -> list[Row]:
         return [row for row in rows if row.name.startswith(prefixes)]

@@ -26,13 +26,12 @@ from xdeepserve.bench.papers.sizes import (
     EP_SIZES,
     FITTED_EP_SIZES,
     HIDDEN,
-    OPS,
     TOP_K,
     quantize,
     slower,
 )
 from xdeepserve.bench.report import Kind, Row, pyplot
-from xdeepserve.comm.cost import CommCost
+from xdeepserve.comm.cost import OPS, CommCost
 from xdeepserve.comm.exchange.handle import XCCL
 from xdeepserve.comm.exchange.layout import Group, Layout
 from xdeepserve.comm.fused.handle import FusedXCCL

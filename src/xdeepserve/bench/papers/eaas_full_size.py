@@ -24,7 +24,7 @@ from xdeepserve.engine.deploy.deployment import (
 )
 from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.model.presets import resolve_model
-from xdeepserve.planner.decode_run import DecodeRun, decode_iteration
+from xdeepserve.prices.step_run import DecodeRun, decode_iteration
 
 CONTEXT = 600
 SCALES, SERVED, TRAFFIC, REQUESTS = (32, 40, 48, 56, 64), 8192, 5120, 4096

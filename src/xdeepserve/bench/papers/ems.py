@@ -13,7 +13,6 @@ from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from xdeepserve.bench.papers.prefill_formula import CHIP_TOKENS, PrefillCost
 from xdeepserve.bench.papers.request_traces import generated, hits_of_belady, hits_of_lru
 from xdeepserve.bench.papers.sizes import DIES_PER_CHIP, MODEL
 from xdeepserve.bench.report import Kind, Row, pyplot
@@ -26,6 +25,7 @@ from xdeepserve.hw.clock import Process
 from xdeepserve.hw.pod import Pod
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.platform.traces import FORMATS, TracedRequest, read_trace
+from xdeepserve.prices.formula import CHIP_TOKENS, PrefillCost
 
 MODEL_NBYTES = 671e9  # CM Table 1: DeepSeek-R1 in INT8
 INSTANCES = 8

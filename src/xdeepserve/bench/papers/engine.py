@@ -43,7 +43,7 @@ from xdeepserve.llm import LLM
 from xdeepserve.loop import run
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.presets import resolve_model
-from xdeepserve.planner.decode_run import uncollected
+from xdeepserve.prices.step_run import uncollected
 
 DIES, OF_DIES = 4, 288
 ACCEPTANCE = 0.9

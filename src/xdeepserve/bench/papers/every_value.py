@@ -30,7 +30,6 @@ from xdeepserve.bench.papers import (
     paper_rows,
     pipelines,
     plan,
-    prefill_formula,
     superpod,
 )
 from xdeepserve.bench.report import Row, pyplot
@@ -64,7 +63,7 @@ SOURCES: dict[str, tuple[Callable[[], Iterable[Row]], ...]] = {
         pipelines.gains,
         paper_rows.microbatches,
         paper_rows.gains_by_drafts,
-        prefill_formula.rows,
+        paper_rows.prefill,
         paper_rows.storage,
         ems.table_1,
         ems.figure_23,

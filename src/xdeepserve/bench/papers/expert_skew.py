@@ -13,15 +13,15 @@ import functools
 import numpy as np
 import numpy.typing as npt
 
-from xdeepserve.bench.papers.decode_formula import LayerCost, Load
 from xdeepserve.bench.papers.paper_rows import EP288
-from xdeepserve.bench.papers.sizes import MODEL, OPS
+from xdeepserve.bench.papers.sizes import MODEL
 from xdeepserve.bench.papers.superpod import BATCH_288
 from xdeepserve.bench.report import Row
-from xdeepserve.comm.cost import CommCost
+from xdeepserve.comm.cost import OPS, CommCost
 from xdeepserve.engine.balance.eplb import hottest_die, place, select
 from xdeepserve.hw.spec import Param
 from xdeepserve.model.presets import resolve_model
+from xdeepserve.prices.formula import LayerCost, Load
 from xdeepserve.step.stage import Counts
 
 HOTTEST, CONTEXT = 30.0, 1024  # times the mean; positions (XDS Figure 11)

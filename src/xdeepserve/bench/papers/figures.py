@@ -12,11 +12,12 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from xdeepserve.bench.papers import comm, ems, paper_rows, pipelines, prefill_formula, sizes, superpod
-from xdeepserve.bench.papers.decode_formula import EP320, LayerCost, Load, ping_pong_throughput
+from xdeepserve.bench.papers import comm, ems, paper_rows, pipelines, sizes, superpod
 from xdeepserve.bench.report import published, pyplot
-from xdeepserve.comm.cost import CommCost
+from xdeepserve.comm.cost import OPS, CommCost
 from xdeepserve.model.presets import resolve_model
+from xdeepserve.planner.performance import Times
+from xdeepserve.prices.formula import EP320, PROMPT, LayerCost, Load
 
 Series: TypeAlias = dict[str, tuple[Sequence[Any], Sequence[float]]]
 BATCHES = (8, 16, 24, 32, 48, 64, 96, 128)  # of an NPU
@@ -55,7 +56,7 @@ def crossing() -> Figure:
     cost, batches = CommCost(), (1, 4, 8, 16, 32, 48, 64, 96, 128)
     ours: Series = {
         op: (batches, [cost.exchange_ns(op, paper_rows.FIGURE_6_EP, b, sizes.TOP_K) / 1000 for b in batches])
-        for op in sizes.OPS
+        for op in OPS
     }
     (at,) = _said("xds.ep.crossover")
     level = cost.exchange_ns("combine", paper_rows.FIGURE_6_EP, at, sizes.TOP_K) / 1000
@@ -71,9 +72,9 @@ def table_6() -> Figure:
             groups,
             [cost.exchange_ns(op, ep, paper_rows.TABLE_6_BATCH, sizes.TOP_K) / 1000 for ep in groups],
         )
-        for op in sizes.OPS
+        for op in OPS
     }
-    theirs: Series = {op: (groups, _said(*(f"cm.t6/{op}/ep={ep}" for ep in groups))) for op in sizes.OPS}
+    theirs: Series = {op: (groups, _said(*(f"cm.t6/{op}/ep={ep}" for ep in groups))) for op in OPS}
     return Figure("CloudMatrix, Table 6", "ranks", "us", ours, theirs, True)
 
 
@@ -129,7 +130,7 @@ def layer_of_microbatches() -> Figure:
 
 def prefill() -> Figure:
     """Make CloudMatrix's Figure 21a: prefill with two microbatches."""
-    rows, lengths = {row.name: row.value for row in prefill_formula.by_length()}, prefill_formula.PROMPTS
+    rows, lengths = {row.name: row.value for row in paper_rows.prefill_by_length()}, paper_rows.PROMPTS
     ours: Series = {
         f"{way} microbatch{'es' if way == 'two' else ''}": (
             lengths,
@@ -137,7 +138,7 @@ def prefill() -> Figure:
         )
         for way in ("two", "one")
     }
-    theirs: Series = {"Table 2": ([prefill_formula.PROMPT], _said("cm.t2/perfect EPLB"))}
+    theirs: Series = {"Table 2": ([PROMPT], _said("cm.t2/perfect EPLB"))}
     return Figure("CloudMatrix, Figure 21a: prefill", "tokens of a prompt", "tokens/s", ours, theirs)
 
 
@@ -185,9 +186,8 @@ def ping_pong() -> Figure:
     """Make MegaScale-Infer's Figure 14: throughput by microbatches."""
     numbers, ours, theirs = (1, 2, 3, 4), Series(), Series()
     for model, size in superpod.MEGASCALE.items():
-        ratio = superpod.COMM_RATIO_DBRX * size / superpod.MEGASCALE["DBRX"]
-        one = ping_pong_throughput(1, ratio)
-        ours[model] = numbers, [ping_pong_throughput(m, ratio) / one for m in numbers]
+        times = Times(1, 1, superpod.COMM_RATIO_DBRX * size / superpod.MEGASCALE["DBRX"])
+        ours[model] = numbers, [times.throughput(m) / times.throughput(1) for m in numbers]
         second, third = _said("ms.pp.m12", f"ms.pp.m23/{model}")
         theirs[model] = (2, 3), [second, second * third]
     return Figure("MegaScale-Infer, Figure 14", "microbatches", "x of one", ours, theirs)

@@ -20,13 +20,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from xdeepserve.bench.papers import comm, ems, expert_skew, paper_rows, pipelines, prefill_formula, superpod
-from xdeepserve.bench.papers.decode_formula import LayerCost
+from xdeepserve.bench.papers import comm, ems, expert_skew, paper_rows, pipelines, superpod
 from xdeepserve.bench.papers.sizes import MODEL
 from xdeepserve.bench.report import Row
 from xdeepserve.comm.cost import CommCost
 from xdeepserve.hw.spec import Param, Spec
 from xdeepserve.model.presets import resolve_model
+from xdeepserve.prices.formula import PREFILL_EFFICIENCY, LayerCost
 from xdeepserve.progress import working
 
 Numbers: TypeAlias = Mapping[str, float]
@@ -39,7 +39,7 @@ OF_BENCHMARKS = {  # which no run uses
     COMM_RATIO: Param(
         superpod.COMM_RATIO_DBRX, "ratio", "fitted: MS 7.4, DBRX: time to move over time to compute"
     ),
-    "prefill_efficiency": prefill_formula.EFFICIENCY,
+    "prefill_efficiency": PREFILL_EFFICIENCY,
     "expert_skew": expert_skew.EXPONENT,
     "ttft_fixed": Param(
         ems.FIXED_SHARE, "ratio", "fitted: CM Figure 23: of a first token's time, what reuse does not shrink"

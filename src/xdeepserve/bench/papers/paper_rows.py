@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import msgspec
 
-from xdeepserve.bench.papers.decode_formula import EP320, ExpertDies, LayerCost, Load
 from xdeepserve.bench.papers.pipelines import CM_CONTEXT, CM_SPLIT, CM_TIMING
 from xdeepserve.bench.papers.sizes import (
     COMBINE_NBYTES,
@@ -16,16 +15,16 @@ from xdeepserve.bench.papers.sizes import (
     EP_SIZES,
     FITTED_EP_SIZES,
     MODEL,
-    OPS,
     TOP_K,
 )
 from xdeepserve.bench.papers.superpod import BATCH_288, CONTEXT, GAP_MS, XDS_ACCEPTANCE
 from xdeepserve.bench.report import Kind, Row
-from xdeepserve.comm.cost import CommCost
+from xdeepserve.comm.cost import OPS, CommCost
 from xdeepserve.comm.p2p.layout import RING_FIELD, RingLayout
 from xdeepserve.hw.spec import Spec
 from xdeepserve.hw.topology import Topology, num_switches, utilisation
 from xdeepserve.model.presets import resolve_model
+from xdeepserve.prices.formula import EP320, ExpertDies, LayerCost, Load, PrefillCost
 
 # A grouped INT8 GEMM on the cube cores of a die, tile by tile (CM Table 9).
 
@@ -76,6 +75,7 @@ FIGURE_6_EP = 128
 EP288 = ExpertDies(288, 256, 32)  # XDS 7.1
 WEIGHTS_GB = 671
 SMALLEST_BATCH = 4  # of a die, CM Table 4
+PROMPTS = (1024, 2048, 4096, 8192)
 
 
 def gemms(spec: Spec | None = None) -> Iterator[Row]:
@@ -145,6 +145,27 @@ def microbatches(cost: LayerCost | None = None) -> Iterator[Row]:
     load = Load(requests=96 / DIES_PER_CHIP, rows=2, context=CM_CONTEXT)
     share = cost.microbatched_ns(load, EP320, (CM_SPLIT,)) / cost.serial_ns(load, EP320)
     yield Row("cm.mb.decode.layer", 100 * (1 - share), "%", "calibrated")
+
+
+def prefill(cost: PrefillCost | None = None) -> list[Row]:
+    """Compute CM Table 2 with even experts, and the gain of microbatches (5.4.1, Figure 21)."""
+    cost = cost or PrefillCost(resolve_model(MODEL).config)
+    gain = cost.layer_ns(microbatches=False) / cost.layer_ns()
+    return [
+        Row("cm.t2/perfect EPLB", cost.throughput(), "tok/s", "calibrated"),
+        Row("cm.mb.prefill", gain, "x", "predicted"),
+        Row("cm.mb.prefill.layer", 100 * (1 - 1 / gain), "%", "predicted"),
+    ]
+
+
+def prefill_by_length() -> list[Row]:
+    """Compute throughput by the length of prompts, with two microbatches and with one (CM Figure 21a)."""
+    costs = [PrefillCost(resolve_model(MODEL).config, prompt=prompt) for prompt in PROMPTS]
+    return [
+        Row(f"prefill/{way}/prompt={cost.prompt}", cost.throughput(way == "two"), "tok/s", "predicted")
+        for way in ("two", "one")
+        for cost in costs
+    ]
 
 
 def fields_and_pairs() -> Iterator[Row]:

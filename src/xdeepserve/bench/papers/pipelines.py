@@ -12,7 +12,6 @@ from collections.abc import Iterator
 
 import msgspec
 
-from xdeepserve.bench.papers.decode_formula import ACCEPTANCE, EP320, SPLITS, LayerCost, Load
 from xdeepserve.bench.papers.sizes import DIES_PER_CHIP, MODEL
 from xdeepserve.bench.report import Row
 from xdeepserve.comm.cost import CommCost
@@ -26,7 +25,8 @@ from xdeepserve.engine.deploy.deployment import (
 )
 from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.model.presets import resolve_model
-from xdeepserve.planner.decode_run import DecodeRun, decode_iteration
+from xdeepserve.prices.formula import ACCEPTANCE, EP320, SPLITS, LayerCost, Load
+from xdeepserve.prices.step_run import DecodeRun, decode_iteration
 from xdeepserve.step.stage import Counts
 
 SHALLOW, DEEP = 13, 23  # layers

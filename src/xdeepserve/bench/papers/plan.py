@@ -23,7 +23,6 @@ from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.errors import DeploymentError, InputError
 from xdeepserve.hw.accelerators import ACCELERATORS
 from xdeepserve.model.presets import resolve_model
-from xdeepserve.planner.decode_run import DecodeRun, decode_iteration
 from xdeepserve.planner.devices import pairings, space_of
 from xdeepserve.planner.layouts import (
     LayoutPlan,
@@ -36,11 +35,13 @@ from xdeepserve.planner.layouts import (
     times_apart,
 )
 from xdeepserve.planner.moe_shape import BF16, PUBLISHED
-from xdeepserve.planner.performance import Curve, LatencyBound, Times, moe_util
-from xdeepserve.planner.pod_profile import Demand, PodProfile
+from xdeepserve.planner.performance import LatencyBound, Times, moe_util
 from xdeepserve.planner.pod_search import MICROBATCHES, PodSpace, plans
 from xdeepserve.planner.pod_search import exhaustive as exhaustive_pod
 from xdeepserve.planner.search import NodeKind, Space, algorithm_1, balanced, exhaustive, search
+from xdeepserve.prices.curve import Curve
+from xdeepserve.prices.profile import Demand, PodProfile
+from xdeepserve.prices.step_run import DecodeRun, decode_iteration
 
 SLO_NS = 150e6  # MS 7.1
 CONTEXT = Demand().context
@@ -144,7 +145,7 @@ def random_space(rng: np.random.Generator) -> Space:
     def time() -> Curve:
         k, fixed, floor = rng.uniform(0.2, 5), rng.uniform(0, 60), rng.uniform(0, 40)
         rows = tuple(float(1 << i) for i in range(9))
-        return Curve(rows, tuple(fixed + max(floor, k * b) for b in rows))
+        return Curve.of(rows, lambda b: fixed + max(floor, k * b))
 
     def message() -> Curve:
         startup, per_byte = rng.uniform(0, 20), rng.uniform(0, 0.01)

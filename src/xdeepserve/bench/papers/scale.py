@@ -19,13 +19,13 @@ from pathlib import Path
 
 import msgspec
 
-from xdeepserve.bench.papers.sizes import OPS
 from xdeepserve.bench.report import Row, pyplot
+from xdeepserve.comm.cost import OPS
 from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.model.presets import resolve_model
-from xdeepserve.planner.decode_run import decode_iteration
 from xdeepserve.platform.cluster import Cluster, ClusterTE, deployment_of, priced_kinds, scale_up_of
 from xdeepserve.platform.scale_up import ScaleUp, ScaleWays
+from xdeepserve.prices.step_run import decode_iteration
 
 TE = ClusterTE(dies=32, mtp=0)
 COUNTS = (1, 2, 4, 8, 16, 32, 64)

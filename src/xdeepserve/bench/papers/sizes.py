@@ -5,12 +5,10 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from xdeepserve.comm.cost import Op
 from xdeepserve.hw.spec import Param, Spec
 
 MODEL, HIDDEN, TOP_K = "deepseek-r1", 7168, 8
 DIES_PER_CHIP = 2
-OPS: tuple[Op, Op] = "dispatch", "combine"
 DISPATCH_NBYTES, COMBINE_NBYTES = HIDDEN + 512, 2 * HIDDEN
 EP_SIZES = (8, 16, 32, 64, 128, 256)
 FITTED_EP_SIZES = (8, 256)

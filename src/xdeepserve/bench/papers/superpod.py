@@ -1,6 +1,6 @@
 """`xdeepserve bench superpod`: DeepSeek-R1 at full size, in virtual time, beside the published values.
 
-Rows of CloudMatrix and MegaScale are formulas (`bench/papers/decode_formula.py`), beside simulations of
+Rows of CloudMatrix and MegaScale are formulas (`prices/formula.py`), beside simulations of
 the same (`bench/papers/pipelines.py`). The two deployments of xDeepServe 7.1 are simulated: one decode
 iteration of 288 and of 768 dies, by the engine itself without its arithmetic.
 
@@ -18,7 +18,6 @@ from pathlib import Path
 import msgspec
 
 from xdeepserve.bench.papers import pipelines
-from xdeepserve.bench.papers.decode_formula import EP320, LayerCost, Load, ping_pong_throughput
 from xdeepserve.bench.papers.sizes import DIES_PER_CHIP, MODEL
 from xdeepserve.bench.report import Kind, Row, published
 from xdeepserve.engine.deploy.deployment import (
@@ -31,7 +30,9 @@ from xdeepserve.engine.deploy.deployment import (
 from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.hw.spec import Param, Spec
 from xdeepserve.model.presets import resolve_model
-from xdeepserve.planner.decode_run import DecodeRun, decode_iteration
+from xdeepserve.planner.performance import Times
+from xdeepserve.prices.formula import EP320, LayerCost, Load
+from xdeepserve.prices.step_run import DecodeRun, decode_iteration
 
 XDS_ACCEPTANCE = 0.9
 
@@ -125,18 +126,16 @@ def formulas(cost: LayerCost) -> list[Row]:
 def third_microbatch(model: str, comm_ratio: float) -> list[Row]:
     """Compute the gain of a third microbatch, with DBRX's ratio of moving to computing time as
     `comm_ratio`."""
-    ratio = comm_ratio * MEGASCALE[model] / MEGASCALE["DBRX"]
-    gain = ping_pong_throughput(3, ratio) / ping_pong_throughput(2, ratio)
+    times = Times(1, 1, comm_ratio * MEGASCALE[model] / MEGASCALE["DBRX"])
+    gain = times.throughput(3) / times.throughput(2)
     return [Row(f"ms.pp.m23/{model}", gain, "x", "calibrated" if model == "DBRX" else "predicted")]
 
 
 def megascale() -> list[Row]:
     """Compute ping-pong of attention and experts: throughput with one more microbatch (MS 7.4)."""
     rows = [row for model in MEGASCALE for row in third_microbatch(model, COMM_RATIO_DBRX)]
-    ratio = COMM_RATIO_DBRX
-    rows.append(
-        Row("ms.pp.m12", ping_pong_throughput(2, ratio) / ping_pong_throughput(1, ratio), "x", "predicted")
-    )
+    times = Times(1, 1, COMM_RATIO_DBRX)
+    rows.append(Row("ms.pp.m12", times.throughput(2) / times.throughput(1), "x", "predicted"))
     return rows
 
 

@@ -27,7 +27,6 @@ from xdeepserve.bench.papers import (
     paper_rows,
     pipelines,
     plan,
-    prefill_formula,
     schedule,
     superpod,
 )
@@ -60,7 +59,7 @@ ROWS: dict[str, Source] = {
     "engine": engine.all_rows,
     "experts": engine.balancing,
     "skew": expert_skew.rows,
-    "prompts": prefill_formula.by_length,
+    "prompts": paper_rows.prefill_by_length,
     "policies": schedule.claims,
     "services": eaas_full_size.scaling,
     "loss": eaas_full_size.loss,

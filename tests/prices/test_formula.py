@@ -1,4 +1,4 @@
-"""The decode formulas against the published values, and against themselves."""
+"""The formulas against tables and runs, against the published values, and against themselves."""
 
 from collections import defaultdict
 
@@ -8,11 +8,14 @@ from hypothesis import strategies as st
 
 from tests.timing.closed_forms import ClosedForms
 from xdeepserve.bench.papers import pipelines, superpod
-from xdeepserve.bench.papers.decode_formula import EP320, LayerCost, Load, ping_pong_throughput
 from xdeepserve.bench.report import Row, published
+from xdeepserve.comm.cost import OPS, CommCost
 from xdeepserve.hw.spec import Spec
 from xdeepserve.model.presets import resolve_model
-from xdeepserve.planner.decode_run import DecodeRun
+from xdeepserve.planner.performance import Times
+from xdeepserve.prices.formula import EP320, SPLITS, LayerCost, Load
+from xdeepserve.prices.profile import Demand, PodProfile
+from xdeepserve.prices.step_run import DecodeRun
 from xdeepserve.step.stage import Counts
 
 COST = LayerCost(resolve_model("deepseek-r1").config)
@@ -105,7 +108,7 @@ def test_megascale_ping_pong(rows: dict[str, Row]) -> None:
     for model in ("Mixtral-8x22B", "Scaled-MoE"):
         assert rows[f"ms.pp.m23/{model}"].kind == "predicted"
         assert error(rows[f"ms.pp.m23/{model}"]) < 6
-    assert ping_pong_throughput(4, 0.28) == ping_pong_throughput(3, 0.28)  # "marginal"
+    assert Times(1, 1, 0.28).throughput(4) == Times(1, 1, 0.28).throughput(3)  # "marginal"
 
 
 def test_fitted_parameters_say_so() -> None:
@@ -153,3 +156,49 @@ def test_disaggregated_throughput_stands_beside_what_the_published_tpot_makes_of
     # By the same TPOT: as much too fast as TPOT is too short.
     assert tput.value / implied == pytest.approx(49 / rows["xds.disagg.perf/tpot"].value)
     assert not rows["xds.disagg.perf/tpot"].note
+
+
+# ---- beside a run and a table ----------------------------------------------------------------------------
+
+
+def test_two_streams_take_what_their_formula_says() -> None:
+    """A layer of CloudMatrix's decode, at every split of the cores, and without the pipeline."""
+    load = Load(requests=48, rows=2, context=pipelines.CM_CONTEXT)
+    half = Load(requests=24, rows=2, context=pipelines.CM_CONTEXT)
+    serial = pipelines.simulated_layer_us(48, 1, None)
+    assert serial == pytest.approx(COST.serial_ns(load, EP320) / 1000, rel=0.01)
+    for cores in SPLITS:
+        formula = 2 * max(COST.streams_ns(half, EP320, cores)) / 1000
+        assert pipelines.simulated_layer_us(48, 1, cores) == pytest.approx(formula, rel=0.01)
+    assert pipelines.simulated_layer_us(48, 1, 16) < serial
+
+
+def test_ping_pong_takes_what_its_formula_says() -> None:
+    """Two microbatches double the throughput, a third helps, a fourth does not (MS 7.4)."""
+    rows = {row.name: row.value for row in pipelines.ping_pong()}
+    for m in pipelines.PING_PONG_DEPTHS:
+        simulated = rows[f"pingpong.r1/m={m}/simulated=trampolines"]
+        assert simulated == pytest.approx(rows[f"pingpong.r1/m={m}"], rel=0.02)
+    gains = [rows[f"pingpong.r1/m={m + 1}"] / rows[f"pingpong.r1/m={m}"] for m in (1, 2, 3)]
+    assert gains[0] == pytest.approx(2)
+    assert 1.1 < gains[1] < 1.4
+    assert gains[2] == pytest.approx(1)
+
+
+@pytest.mark.parametrize(("requests", "context"), [(64, 1536), (56, 2176), (48, 4224), (4, 4224)])
+def test_a_table_of_stages_is_the_formula_at_the_points_of_table_4(requests: int, context: int) -> None:
+    """On as many dies as there are experts; between two of the table's points exchanges are nearly lines."""
+    profile = PodProfile(resolve_model("deepseek-r1"), Demand.at(context, context + 64))
+    cost, dies = LayerCost(profile.config, comm=CommCost()), profile.config.n_routed_experts
+    parts = cost.stream0_parts_ns(Load(requests=requests, rows=1, context=context + 1))
+    copies = cost.spec.billed_copies(0, requests * profile.config.num_experts_per_tok)
+    formula = dict(zip(profile.names, parts, strict=True))
+    formula |= dict(
+        zip(OPS, cost.exchanges_ns(dies, requests, profile.config.num_experts_per_tok), strict=True)
+    )
+    formula["Gate"] = cost.stage_ns("Gate", Counts(requests))
+    formula["Experts"] = cost.stage_ns("Experts", Counts(0, copies=copies, touched=1))
+    formula["SharedExpert"] = cost.stage_ns("Experts", Counts(0, copies=requests, touched=1))
+    table = profile.stages(dies)
+    assert {name: table[name](requests) for name in formula} == pytest.approx(formula, rel=0.002)
+    assert table.keys() - formula.keys() == {"MLP", "Embed", "Norm", "Sample"}

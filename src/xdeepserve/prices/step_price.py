@@ -12,7 +12,6 @@ counts. The scheduler's gap (`Spec.scheduler_gap`) comes on top.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
@@ -24,9 +23,9 @@ from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.errors import InputError
 from xdeepserve.model.checkpoint import Checkpoint
-from xdeepserve.planner.decode_run import DecodeRun, StepShare, one_step
-from xdeepserve.planner.performance import Curve
-from xdeepserve.step.stage import Counts, Stage
+from xdeepserve.prices.curve import Curve, Progress, measured, with_blocks
+from xdeepserve.prices.step_run import DecodeRun, StepShare, one_step
+from xdeepserve.step.stage import Counts, stages
 
 # Few rows leave experts untouched, whose weights are then not read, and some hundred are where a die's GEMMs
 # begin to be bound by computing: there the points have to be dense.
@@ -34,13 +33,10 @@ ROWS = (
     1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448,
     512, 640, 768, 1024, 1536, 2048, 3072, 4096, 8192,
 )  # fmt: skip
-SAMPLE = 4  # groups that stand for all where all have equally many rows, and experts
-MANY = 1  # of rows for each, of which it has top-k copies then
-FEED = "Experts"
+SAMPLE = 4  # groups that stand for all where all have equally many rows, one for each expert at least
 ATTENTION = ("MLA", "GQA")
 LONG, MAX_OFF = 4096, 0.01
 LEAST_ROWS = 16  # of a step, to see a line in
-Progress = Callable[[int, int], None]
 
 
 class StepCounts(NamedTuple):
@@ -83,31 +79,30 @@ def priced(
     plan = PodPlan(checkpoint, deployment, timing=TimingConfig())
     _check_priced(plan)
     groups, most = plan.tes[0].sizes.groups, max(LEAST_ROWS, plan.tes[0].sizes.steps.max_tokens)
-    num_groups = groups.num_groups
-    experts = plan.config.n_routed_experts
-    all_rows = [rows for rows in ROWS if rows < most] + [most]
+    num_groups, num_experts = groups.num_groups, plan.config.n_routed_experts
     few = [count for count in ROWS if count < num_groups]
-    total, done = len(all_rows) + len(few), 0
+    all_rows = [rows for rows in ROWS if rows < most] + [most]
+    sample = SAMPLE * (deployment.tp or 1)
 
-    def step(shares_of: Callable[[int], list[StepShare]], is_sampled: bool) -> DecodeRun:
-        nonlocal done
-        done += 1
-        progress(done, total)
-        sampled = _sampled(deployment, groups.num_dies) if is_sampled else None
-        if sampled is None:
-            return one_step(checkpoint, deployment, shares_of, TimingConfig())
-        return one_step(checkpoint, sampled, shares_of, TimingConfig(of_dies=groups.num_dies))
+    def step(filled: tuple[int, int]) -> DecodeRun:
+        """Run a step in which the first `count` DP groups have a prompt of `rows` rows."""
+        count, rows = filled
+        given, of_dies = deployment, None
+        if count == num_groups and rows * count >= num_experts and sample < groups.num_dies:
+            given, of_dies = msgspec.structs.replace(deployment, dies=sample), groups.num_dies
+        shares = [StepShare(0, rows)]
+        timing = TimingConfig(of_dies=of_dies)
+        return one_step(checkpoint, given, lambda group: shares * (group < count), timing)
 
-    full = [step(_prompts(rows), rows * num_groups >= MANY * experts) for rows in all_rows]
-    own = [run.iteration_ns - _attention(run) - _feed(run) for run in full]
-    sparse = [step(_ones(count), False) for count in few]
-    feed = Curve(
-        (*map(float, few), *(float(num_groups * rows) for rows in all_rows)),
-        (*(run.iteration_ns - _attention(run) - own[0] for run in sparse), *map(_feed, full)),
-    )
-    per_context, per_kv = _per_position(checkpoint, deployment, full[-1], all_rows[-1])
-    curve = Curve(tuple(map(float, all_rows)), tuple(own))
-    return StepPrice(num_groups, curve, feed, per_context, per_kv, 1e9 * plan.pod.spec.scheduler_gap.value)
+    points = [(count, 1) for count in few] + [(num_groups, rows) for rows in all_rows]
+    runs = measured(points, step, progress)
+    full = [runs[num_groups, rows] for rows in all_rows]
+    own = [run.iteration_ns - run.spent(*ATTENTION) - _feed(run) for run in full]
+    sparse = [runs[count, 1].iteration_ns - runs[count, 1].spent(*ATTENTION) - own[0] for count in few]
+    feed = Curve(tuple(count * rows for count, rows in points), (*sparse, *map(_feed, full)))
+    per_context, per_kv = _per_position(checkpoint, deployment, full[-1], most)
+    gap = 1e9 * plan.pod.spec.scheduler_gap.value
+    return StepPrice(num_groups, Curve(tuple(all_rows), tuple(own)), feed, per_context, per_kv, gap)
 
 
 def _check_priced(plan: PodPlan) -> None:
@@ -126,35 +121,16 @@ def with_room(deployment: Deployment) -> Deployment:
     """Give the deployment KV for a step of any counts; prices do not depend on the amount."""
     rows = max(LEAST_ROWS, deployment.scheduler.max_num_batched_tokens)
     block = deployment.cache.block_size
-    cache = msgspec.structs.replace(deployment.cache, num_blocks=4 + -(-rows // block), prefix=False)
     scheduler = msgspec.structs.replace(deployment.scheduler, max_num_batched_tokens=rows)
-    return msgspec.structs.replace(
-        deployment, cache=cache, scheduler=scheduler, max_model_len=rows + 8, execution=None
-    )
-
-
-def _sampled(deployment: Deployment, num_dies: int) -> Deployment | None:
-    """Make a deployment of a few dies that stand for all; None if there are no more dies than that."""
-    dies = SAMPLE * (deployment.tp or 1)
-    return msgspec.structs.replace(deployment, dies=dies) if num_dies > dies else None
-
-
-def _prompts(rows: int) -> Callable[[int], list[StepShare]]:
-    return lambda group: [StepShare(0, rows)]
-
-
-def _ones(count: int) -> Callable[[int], list[StepShare]]:
-    return lambda group: [StepShare(0, 1)] if group < count else []
+    num_blocks = 4 + -(-rows // block)
+    changes = {"scheduler": scheduler, "max_model_len": rows + 8, "execution": None}
+    return with_blocks(deployment, num_blocks, block, **changes)
 
 
 def _feed(run: DecodeRun) -> float:
     """Return the time [ns] until the busiest die has fed its experts; the others wait for it in the
     combine."""
-    return run.spent_ns.get(FEED, 0.0) + run.spent_ns.get("combine", 0.0) - run.combine_ns
-
-
-def _attention(run: DecodeRun) -> float:
-    return sum(run.spent_ns.get(name, 0.0) for name in ATTENTION)
+    return run.spent("Experts") + run.spent("combine") - run.combine_ns
 
 
 def _per_position(
@@ -168,18 +144,15 @@ def _per_position(
     engine.load()
     executor = next(iter(engine.je.tes)).executors[0]
     layer, program = executor.weights.layers[-1], executor.traversal.programs[-1]
-    stage = next((each for each in program.attention if isinstance(each, Stage) and each.attends), None)
-    name = "no attention" if stage is None else stage.name
-    if stage is None or stage.name not in ATTENTION:
-        raise InputError(f"deployment {deployment.name}: {name} is not in proportion to the context")
+    (stage,) = [each for each in stages(program.attention) if each.attends]
 
     def price(context: float, kv_tokens: float) -> float:
         return executor.runner.price_of(stage, layer, Counts(1, context, kv_tokens))
 
     per_context, per_kv = price(LONG, 0) / LONG, price(0, LONG) / LONG
     both, either = price(3 * LONG, LONG), max(3 * LONG * per_context, LONG * per_kv)
-    if abs(both - either) > MAX_OFF * either:
-        raise InputError(f"deployment {deployment.name}: {name} is not in proportion to the context")
+    if stage.name not in ATTENTION or abs(both - either) > MAX_OFF * either:
+        raise InputError(f"deployment {deployment.name}: {stage.name} is not in proportion to the context")
     context = rows * (rows + 1) / 2
-    layers = _attention(run) / max(per_context * context, per_kv * rows)
+    layers = run.spent(*ATTENTION) / max(per_context * context, per_kv * rows)
     return layers * per_context, layers * per_kv

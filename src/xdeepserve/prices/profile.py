@@ -22,8 +22,8 @@ from xdeepserve.m2n.clock_way import m2n_row_nbytes
 from xdeepserve.model.cache_layout import entries_nbytes
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.weights import Part, select, weight_specs
-from xdeepserve.planner.decode_run import DecodeRun, decode_iteration
-from xdeepserve.planner.performance import Curve
+from xdeepserve.prices.curve import Curve, measured, with_blocks
+from xdeepserve.prices.step_run import DecodeRun, decode_iteration
 from xdeepserve.step.layer import ATTENTION
 from xdeepserve.step.stage import stages
 
@@ -89,10 +89,9 @@ def decode_settings(kind: str, demand: Demand, requests: int, parts: int = 1, **
 def decode_deployment(kind: str, demand: Demand, requests: int, parts: int = 1, **sizes: Any) -> Deployment:
     """Make a deployment of `decode_settings` for timing, with one KV block for each request and no shared
     prefixes."""
-    settings = decode_settings(kind, demand, requests, parts, **sizes)
+    settings = {"name": "plan"} | decode_settings(kind, demand, requests, parts, **sizes)
     block = BLOCK * (demand.max_len // BLOCK + 1)
-    cache = {"block_size": block, "num_blocks": requests * parts, "prefix": False}
-    return msgspec.convert({"name": "plan"} | settings | {"cache": cache}, Deployment)
+    return with_blocks(msgspec.convert(settings, Deployment), requests * parts, block)
 
 
 class Ways(NamedTuple):
@@ -195,18 +194,19 @@ class PodProfile:
     def _stages(self, num_dies: int, device: Device = "cm384") -> dict[str, Curve]:
         """Measure each stage of a layer by rows of a die, on `num_dies` dies that hold all experts
         together."""
-        runs = []
-        for rows in ROWS:
-            sizes = {} if num_dies == 1 else {"dies": min(SAMPLE, num_dies)}
-            kind = "colocated" if sizes else "monolithic"
-            timing = TimingConfig(of_dies=num_dies, routed_dies=num_dies)
+        kind, sizes = ("monolithic", {}) if num_dies == 1 else ("colocated", {"dies": min(SAMPLE, num_dies)})
+        timing = TimingConfig(of_dies=num_dies, routed_dies=num_dies)
+
+        def spent(rows: int) -> dict[str, float]:
             deployment = decode_deployment(kind, self.demand, rows, **sizes)
-            runs.append(self._spent(deployment, rows, timing, device))
+            return self._spent(deployment, rows, timing, device)
+
+        runs = measured(ROWS, spent)
         counts = dict.fromkeys(self.names, self.num_dense + 1) | {"MLP": max(1, self.num_dense)}
-        names = {name for spent in runs for name in spent}
+        names = sorted({name for each in runs.values() for name in each})
         return {
-            name: Curve(ROWS, tuple(spent.get(name, 0.0) / counts.get(name, 1) for spent in runs))
-            for name in sorted(names)
+            name: Curve(ROWS, tuple(each.get(name, 0.0) / counts.get(name, 1) for each in runs.values()))
+            for name in names
         }
 
     def _spent(
@@ -252,22 +252,21 @@ class PodProfile:
         """Measure the ways between attention dies and expert dies; a few dies stand for all."""
         if devices != HERE:
             return self.by_cards(shared > 0, devices)
-        posts, exchanges = [], []
-        for rows in AWAY_ROWS:
-            sample = min(SAMPLE, routed)
-            posting, rest = self._exchange(rows, -(-EXPERT_ROWS * sample // rows), routed, shared, devices)
-            posts.append(posting)
-            exchanges.append(rest)
-        post = Curve(AWAY_ROWS, tuple(posts))
-        backs = (way_back_ns(self.config, rows, has_shared=shared > 0) for rows in AWAY_ROWS)
-        back = Curve(AWAY_ROWS, tuple(backs))
-        ways = [(ns - back(rows)) / 2 for rows, ns in zip(AWAY_ROWS, exchanges, strict=True)]
-        slower = [
-            ns * slower_way(self.config, routed + shared, rows, has_shared=shared > 0)
-            for rows, ns in zip(AWAY_ROWS, ways, strict=True)
-        ]
-        both = Curve(AWAY_ROWS, tuple(ways)), Curve(AWAY_ROWS, tuple(slower))
-        return Ways(post, OverTrampolines(*both, back))
+        c, has_shared, sample = self.config, shared > 0, min(SAMPLE, routed)
+        back = Curve.of(AWAY_ROWS, lambda rows: way_back_ns(c, rows, has_shared=has_shared))
+
+        def exchange(rows: int) -> tuple[float, float]:
+            return self._exchange(rows, -(-EXPERT_ROWS * sample // rows), routed, shared, devices)
+
+        def way(rows: int) -> float:
+            return (runs[rows][1] - back(rows)) / 2
+
+        def slower(rows: int) -> float:
+            return way(rows) * slower_way(c, routed + shared, rows, has_shared=has_shared)
+
+        runs = measured(AWAY_ROWS, exchange)
+        post = Curve.of(AWAY_ROWS, lambda rows: runs[rows][0])
+        return Ways(post, OverTrampolines(Curve.of(AWAY_ROWS, way), Curve.of(AWAY_ROWS, slower), back))
 
     def _by_cards(self, has_shared: bool, devices: tuple[Device, Device]) -> Ways:
         """Measure the ways over network cards. Two runs tell the time of an attention die's card for a row.
@@ -285,12 +284,7 @@ class PodProfile:
         return Ways(Curve(CARD_ROWS, tuple(posts)), way._replace(fixed=fixed))
 
     def _exchange(
-        self,
-        rows: int,
-        dies: int,
-        routed: int,
-        shared: int,
-        devices: tuple[Device, Device],
+        self, rows: int, dies: int, routed: int, shared: int, devices: tuple[Device, Device]
     ) -> tuple[float, float]:
         """Measure an attention die's time to send `rows`, and its wait afterwards without the experts' time,
         if `dies` of them share a sample of `routed` expert dies."""

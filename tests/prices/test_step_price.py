@@ -10,8 +10,8 @@ from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.errors import InputError
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.presets import resolve_model
-from xdeepserve.planner.decode_run import StepShare, one_step
-from xdeepserve.platform.step_price import StepCounts, StepPrice, priced
+from xdeepserve.prices.step_price import StepCounts, StepPrice, priced
+from xdeepserve.prices.step_run import StepShare, one_step
 
 LAYERS = 16  # of DeepSeek-R1's 61, to save time; with few, a step of few rows depends on who draws what
 DEPLOYMENT = Deployment(

@@ -82,9 +82,13 @@ class DecodeRun(msgspec.Struct, frozen=True):
     combine_ns: float = 0.0
     drafts_ns: float = 0.0
 
+    def spent(self, *names: str) -> float:
+        """Return the time in the stages of these names [ns]; 0 for stages that the model does not have."""
+        return sum(self.spent_ns.get(name, 0.0) for name in names)
+
     def share(self, *names: str) -> float:
         """Return the time in the stages of these names, in percent of the iteration."""
-        return 100 * sum(self.spent_ns.get(name, 0.0) for name in names) / self.iteration_ns
+        return 100 * self.spent(*names) / self.iteration_ns
 
 
 class StepShare(NamedTuple):

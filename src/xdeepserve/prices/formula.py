@@ -1,8 +1,8 @@
-"""A decode iteration in closed form: the stages of a decoder layer, added up, with and without microbatches.
+"""Decode iterations and prefill in closed form: the stages of a decoder layer, added up.
 
 Stages and their prices are those of the Program that every run walks (`step/layer.py`, `Spec.stage_ns`).
-Added here are the numbers of rows, the formula of an exchange, and the overlap of two streams. All times are
-ns, not rounded. `cores` is a stage's share of the AICs; two streams share HBM's bandwidth.
+Added here are the numbers of rows, the formula of an exchange, and the overlap of two microbatches. All times
+are ns, not rounded. `cores` is a stage's share of the AICs; two streams share HBM's bandwidth.
 """
 
 from __future__ import annotations
@@ -14,22 +14,26 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from xdeepserve.bench.papers.sizes import OPS
-from xdeepserve.comm.cost import CommCost, expected_maximum
+from xdeepserve.comm.cost import OPS, CommCost, expected_maximum
 from xdeepserve.hw.hbm import side_by_side
-from xdeepserve.hw.spec import Spec, Work
+from xdeepserve.hw.spec import Param, Spec, Work
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.packing import packed_shapes
 from xdeepserve.model.tensors import Layer
 from xdeepserve.model.weights import assemble, weight_specs
 from xdeepserve.step.frame import Model
 from xdeepserve.step.layer import Where, decoder_layer
-from xdeepserve.step.passes import PASS
+from xdeepserve.step.passes import pass_work
 from xdeepserve.step.stage import Counts, Program, stages
 
 ACCEPTANCE = 0.7  # of drafts (CM 5.1)
 Tiles: TypeAlias = Literal["BSND", "BNSD"]
 SPLITS = (10, 12, 14, 16, 18)  # AIC cores that the attention stream may get of the two microbatch streams
+CHIP_TOKENS, PROMPT = 16384, 4096  # of prefill: on a chip, and of each prompt (CM Table 2)
+EP = 32  # dies of a prefill instance (CM 4.1)
+PREFILL_EFFICIENCY = Param(
+    0.556, "ratio", "fitted: CM Table 2, perfect EPLB: a layer's stages over its time with two microbatches"
+)
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +68,12 @@ def expert_layer(config: ModelConfig) -> Layer:
     return assemble(shallow, specs, packed_shapes(specs), is_packed=True).layers[-1]
 
 
+def works_of(config: ModelConfig, program: Program, counts: Counts, unabsorbed: bool = False) -> list[Work]:
+    """Compute the work of each stage of a layer's Program, on a die with all heads."""
+    model = Model(config, "int8", config.num_attention_heads, unabsorbed)
+    return [stage.work(model, expert_layer(config), counts) for stage in stages(program)]
+
+
 class LayerCost(msgspec.Struct, frozen=True):
     """Cost of a decoder layer, stage by stage, for a model on dies of a kind."""
 
@@ -73,25 +83,20 @@ class LayerCost(msgspec.Struct, frozen=True):
     shares_hbm: bool = True  # by two streams
     tiles: Tiles = "BSND"  # of attention: rows are dealt to cores, or whole requests (CM 4.2.2)
 
-    def works(self, program: Program, counts: Counts) -> list[Work]:
-        """Compute the work of each stage of a Program."""
-        model, layer = Model(self.config, "int8", self.config.num_attention_heads), expert_layer(self.config)
-        return [stage.work(model, layer, counts) for stage in stages(program)]
-
     def stage_work(self, name: str, counts: Counts) -> Work:
         """Compute the work of a stage of a layer with experts."""
         layer = decoder_layer(expert_layer(self.config), Where("among", has_shared=False))
         program = tuple(stage for stage in stages((*layer.attention, *layer.feed)) if stage.name == name)
-        (work,) = self.works(program, counts)
+        (work,) = works_of(self.config, program, counts)
         return work
 
     def stage_ns(self, name: str, counts: Counts) -> float:
         """Compute the time of a single stage of a layer with experts [ns]."""
         return self.spec.stage_ns(self.stage_work(name, counts))
 
-    def pass_ns(self) -> float:
+    def pass_ns(self, rows: float) -> float:
         """Compute the time of a pass, the main model's or MTP's, outside of its layers [ns]."""
-        return self.spec.stage_ns(PASS)
+        return self.spec.stage_ns(pass_work(self.config, rows))
 
     def exchanges_ns(self, num_ranks: int, batch: float, copies: int) -> list[float]:
         """Compute dispatch and combine in a layer [ns], stretched as in serving."""
@@ -104,7 +109,7 @@ class LayerCost(msgspec.Struct, frozen=True):
         """Compute the work of MLAProlog, attention and output projection, with the layer's small kernels."""
         rows = load.requests * load.rows
         counts = Counts(rows, rows * load.context, load.requests * load.context)
-        return self.works(decoder_layer(expert_layer(self.config), Where()).attention, counts)
+        return works_of(self.config, decoder_layer(expert_layer(self.config), Where()).attention, counts)
 
     def stream0_parts_ns(self, load: Load, cores: int | None = None) -> list[float]:
         """Compute the times of the attention stream's stages [ns]."""
@@ -179,15 +184,57 @@ class LayerCost(msgspec.Struct, frozen=True):
         if microbatches:
             layer = min(layer, self.microbatched_ns(load, dies, splits))
         num_layers = self.config.num_hidden_layers + (passes > 1)
-        return num_layers * layer + passes * self.pass_ns()
+        drafts = (passes - 1) * self.pass_ns(load.requests)
+        return num_layers * layer + self.pass_ns(load.requests * passes) + drafts
 
 
-@functools.cache
-def ping_pong_throughput(microbatches: int, comm_ratio: float) -> float:
-    """Compute the relative throughput of MegaScale's ping-pong with m microbatches (MS 4.1), if T_a = T_e =
-    T_f.
+class PrefillCost(msgspec.Struct, frozen=True):
+    """Cost of prefill in CloudMatrix (CM 4.3), on dies with half of CHIP_TOKENS each, of prompts of `prompt`
+    tokens.
 
-    A microbatch is back after 2 (T_f + T_c), with `comm_ratio` = T_c / T_f. At most m microbatches are served
-    in that time.
+    Attention is not absorbed, as in runs with `prefill_attention=unabsorbed`: a prompt's keys and values are
+    made once, for all heads, so that each position costs a head N + R + V products and not 2 C + R. The costs
+    of vector work, collectives and launches are not published; `efficiency` stands for them, the share of the
+    layer's time that its stages alone would take. Without `hides` two microbatches go one after the other.
     """
-    return microbatches / max(microbatches, 2 + 2 * comm_ratio)
+
+    config: ModelConfig
+    efficiency: float = PREFILL_EFFICIENCY.value
+    unabsorbed: bool = True
+    comm: CommCost = CommCost()
+    spec: Spec = Spec()
+    prompt: int = PROMPT
+    hides: bool = True
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens on a die."""
+        return CHIP_TOKENS // self.comm.topology.dies_per_chip
+
+    def compute_ns(self) -> float:
+        """Compute the time of all stages of a layer with experts [ns], at their own efficiencies."""
+        c, tokens = self.config, self.tokens
+        copies = tokens * c.num_experts_per_tok
+        counts = Counts(tokens, tokens * self.prompt / 2, tokens, copies, c.n_routed_experts / EP)
+        program = decoder_layer(expert_layer(c), Where("among"))
+        works = works_of(c, (*program.attention, *program.feed), counts, self.unabsorbed)
+        return sum(map(self.spec.stage_ns, works))
+
+    def exchanges_ns(self) -> float:
+        """Compute the time of dispatch and combine [ns]."""
+        copies = self.config.num_experts_per_tok
+        return sum(self.comm.exchange_ns(op, EP, self.tokens, copies) for op in OPS)
+
+    def layer_ns(self, microbatches: bool = True) -> float:
+        """Compute a layer [ns]. Two microbatches hide the shorter of computing and exchanging behind the
+        other (CM 4.3.2)."""
+        parts = self.compute_ns() / self.efficiency, self.exchanges_ns()
+        return max(parts) if microbatches and self.hides else sum(parts)
+
+    def batch_ns(self, microbatches: bool = True) -> float:
+        """Compute the time [ns] from a chip's prompt tokens to the first new ones."""
+        return self.config.num_hidden_layers * self.layer_ns(microbatches)
+
+    def throughput(self, microbatches: bool = True) -> float:
+        """Compute the prompt tokens per second of a chip."""
+        return CHIP_TOKENS / self.batch_ns(microbatches) * 1e9
