@@ -155,6 +155,8 @@ COMM = sorted((SRC / "comm").rglob("*.py"))
 
 
 def test_protocols_stand_apart() -> None:
+    folders = {path.parent.name for path in COMM if path.parent != SRC / "comm"}
+    assert folders == {*PROTOCOLS}, "each folder of comm has a row in PROTOCOLS"
     for path in COMM:
         folder = path.parent.name
         allowed = PROTOCOLS[folder] | {folder} if path.parent != SRC / "comm" else set()

@@ -1,4 +1,4 @@
-"""What every protocol of `comm` promises: nine rows for the seven properties of `test_contract`.
+"""What every protocol of `comm` promises: a row each for the seven properties of `test_contract`.
 
 A row opens scenes: ranks on a pod of their own with one call a turn, and what an oracle expects of it. The
 properties know nothing of protocols, and a row knows only what is its own: sizes, arguments, whom a rank that

@@ -1,4 +1,4 @@
-"""Seven properties of nine protocols (`contract`): a test each, with a case for each row and way."""
+"""Seven properties of the protocols in `contract`: a test each, with a case for each row and way."""
 
 from __future__ import annotations
 
@@ -266,7 +266,7 @@ def test_those_who_have_failed_are_reset_and_go_on_without_a_lost_rank(protocol:
 
 
 def test_the_table_is_the_documents() -> None:
-    """Nine rows and seven columns; a cell with a note says what is promised instead."""
+    """A row a protocol and a column a property; a cell with a note says what is promised instead."""
     assert (len(PROTOCOLS), len(PROPERTIES)) == (9, 7)
     assert {each for protocol in PROTOCOLS for each in protocol.notes} <= set(PROPERTIES)
     page = (Path(__file__).parents[2] / "docs" / "testing.md").read_text()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 from msgspec.structs import replace
 
 from tests.engine.lockstep import GREEDY, PROMPTS
 from tests.engine.pods import SHAPES, overrides
 from tests.tools import one_die
+from xdeepserve.engine.deploy.deployment import Exchange
 from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import resolve
-from xdeepserve.engine.deploy.rules import without_effect
+from xdeepserve.engine.deploy.rules import LOCKSTEP, refused, without_effect
+from xdeepserve.engine.run.lockstep.choice import TWINS
 from xdeepserve.errors import DeploymentError
 from xdeepserve.history import History, Told, serve
 from xdeepserve.llm import digest
@@ -88,9 +92,31 @@ def test_it_takes_its_own_time_where_only_time_passes(deployment: str, settings:
     assert 0.95 * ends[0] < ends[1] < ends[0]
 
 
+@pytest.mark.parametrize("exchange", get_args(Exchange)[1:])
+@pytest.mark.parametrize("deployment", ["colocated", "moe-attention", "eaas"])
+def test_each_value_has_a_way_of_its_own_or_is_refused(exchange: str, deployment: str) -> None:
+    """No value is another one in silence: same tokens at other times, or a refusal by name."""
+    pulled, told, refusal = served(deployment, "int8"), None, ""
+    try:
+        told = served(deployment, "int8", f"exchange={exchange}")
+    except DeploymentError as error:
+        refusal = str(error)
+    if told is None:
+        assert f"exchange={exchange}" in refusal
+    else:
+        assert told.digest == pulled.digest
+        assert told.trace.digest() != pulled.trace.digest()
+
+
+@pytest.mark.parametrize("exchange", get_args(Exchange))
+def test_each_value_has_a_twin_or_lockstep_refuses(exchange: str) -> None:
+    refusals = refused(resolve("colocated", [f"exchange={exchange}"]), LOCKSTEP)
+    assert bool(refusals) == (exchange not in TWINS)
+
+
 def test_what_cannot_be_is_refused_in_one_line() -> None:
-    config = TinyCheckpoint().config
-    with pytest.raises(DeploymentError, match="exchange must be one of pull, push, found 'both'"):
+    config, names = TinyCheckpoint().config, ", ".join(sorted(get_args(Exchange)))
+    with pytest.raises(DeploymentError, match=f"exchange must be one of {names}, found 'both'"):
         resolve("colocated", ["exchange=both"])
     with pytest.raises(DeploymentError, match="exchange=push waits for a flag of every die, and dataflow"):
         fit(resolve("moe-attention", ["exchange=push", "dataflow=true"]), config)

@@ -9,6 +9,11 @@ from xdeepserve.verify.parallel import REPLICAS, tensor_parallel_sizes
 PUSH = "exchange=push"
 
 
+def exchanges(config: ModelConfig, dies: int) -> list[Case]:
+    """List the rows of all these ways."""
+    return pushes(config, dies) + carriers() + mixed_hardware() + int8_answers(config, dies)
+
+
 def pushes(config: ModelConfig, dies: int) -> list[Case]:
     """List rows by push for every deployment with an exchange: as tasks and in lockstep, with TP, EPLB and
     drafts."""

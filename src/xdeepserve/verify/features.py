@@ -8,9 +8,9 @@ tools/write_features.py writes `docs/features.md` from the table.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
-from xdeepserve.engine.deploy.deployment import Kind
+from xdeepserve.engine.deploy.deployment import Exchange, Kind
 from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.deploy.rules import without_effect
@@ -93,8 +93,11 @@ FEATURES = (
     Feature("2 microbatches on a die, by cores", ("pipeline.microbatches=2", "pipeline.overlap=cores")),
     Feature("2 microbatches on a die, by engines", ("pipeline.microbatches=2", "pipeline.overlap=engines")),
     Feature("3 microbatches away at the experts", ("attention.microbatches=3",)),
-    Feature("exchange by push", ("exchange=push",)),
-    Feature("exchange by push, EPLB, 2 drafts", ("exchange=push", SLOTS, "mtp=2")),
+    *(
+        Feature(f"exchange by {way}{end}", (f"exchange={way}", *more))
+        for way in get_args(Exchange)[1:]
+        for end, more in (("", ()), (", EPLB, 2 drafts", (SLOTS, "mtp=2")))
+    ),
     Feature("INT8 combine", ("combine=int8",)),
     Feature("A2E by URMA", ("attention.carrier=urma",)),
     Feature("experts on other hardware (M2N)", ("attention.hardware=h20", "experts.hardware=l40s")),

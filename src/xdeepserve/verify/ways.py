@@ -8,7 +8,7 @@ from xdeepserve.engine.deploy.resolve import PRESETS, SELF_SIZING
 from xdeepserve.engine.deploy.teams import num_routed_experts
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.verify.case import LATE, NUM_COMPANIONS, SIMPLE, Case, few_blocks, prefill_and_decode
-from xdeepserve.verify.exchanges import carriers, int8_answers, mixed_hardware, pushes
+from xdeepserve.verify.exchanges import exchanges
 from xdeepserve.verify.features import GATHER
 from xdeepserve.verify.forms import forms
 from xdeepserve.verify.kv import transfers
@@ -47,8 +47,7 @@ def all_cases(config: ModelConfig) -> list[Case]:
     rows = loads("monolithic", (), tight) + one_call(tight, config)
     rows += loads("colocated", (f"dies={dies}",), tight) + _colocated(dies, tight) + _pd(dies, tight)
     if num_experts:
-        rows += _expert_dies(min(2, num_experts)) + pipelines(config, dies)
-        rows += pushes(config, dies) + carriers() + mixed_hardware() + int8_answers(config, dies)
+        rows += _expert_dies(min(2, num_experts)) + pipelines(config, dies) + exchanges(config, dies)
         if num_experts >= 16:
             rows.append(Case("moe-attention", "dataflow, 30 + 18 dies", DATAFLOW_ON_MANY, crowded=True))
         if num_experts >= 256:

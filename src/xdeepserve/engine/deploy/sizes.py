@@ -191,6 +191,11 @@ class WalkSizes(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_domains * self.num_microbatches
 
     @property
+    def pushes(self) -> bool:
+        """Whether rows are pushed, and answers summed where they arrive."""
+        return self.exchange == "push"
+
+    @property
     def flows(self) -> bool:
         """Whether there are no barriers, so each DP group has steps of its own."""
         return self.turns in FLOWING

@@ -155,7 +155,7 @@ def layer_program(wiring: Wiring, mem: DieMemory, layer: Layer) -> LayerProgram:
         has_shared=wiring.has_shared,
         has_routes=mem.has_routes,
         collects=mem.replicas is not None and mem.replicas.collects,
-        pushes=walk.exchange == "push",
+        pushes=walk.pushes,
         int8_answers=mem.config.int8_answers,
         holds=mem.holds,
     )

@@ -96,7 +96,7 @@ class ClockWiring:
             AmongClock(
                 *(pod.clock, team.dies, timeout_ns, loads.settle, config.num_experts_per_tok),
                 lanes.get(walk.overlap, f"XCCL microbatch {m}"),
-                walk.exchange == "push",
+                walk.pushes,
             )
             for m, loads in enumerate(self.loads)
         ]

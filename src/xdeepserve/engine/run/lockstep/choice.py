@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Final
 
+from xdeepserve.engine.deploy.deployment import Exchange
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.program import Executor
-from xdeepserve.engine.run.lockstep.colocated import PULL, PUSH, ColocatedLockstep
+from xdeepserve.engine.run.lockstep.colocated import PULL, PUSH, AmongTwin, ColocatedLockstep
 from xdeepserve.engine.run.lockstep.disaggregated import (
     PULL_APART,
     PUSH_APART,
+    AwayTwin,
     DisaggregatedLockstep,
     LockstepExpertProgram,
 )
@@ -22,6 +25,11 @@ from xdeepserve.engine.run.lockstep.met_exchanges import (
 )
 from xdeepserve.engine.run.wiring import ByteWiring
 
+TWINS: Final[Mapping[Exchange, tuple[AmongTwin, AwayTwin]]] = {  # the rows of `rules.LOCKSTEP` refuse others
+    "pull": (PULL, PULL_APART),
+    "push": (PUSH, PUSH_APART),
+}
+
 
 def lockstep_runs(
     wiring: ByteWiring, executors: Sequence[Executor], programs: Sequence[ExpertProgram], threads: int
@@ -33,9 +41,8 @@ def lockstep_runs(
     """
     lockstep: Lockstep
     threads = threads if HAS_TEAMS else 1
-    pushes = wiring.team.sizes.walk.exchange == "push"
+    twin, twin_apart = TWINS[wiring.team.sizes.walk.exchange]
     exchanges = [(among.group, among.layout) for among in wiring.among]
-    twin = PUSH if pushes else PULL
     if not wiring.a2e and has_stages_of_tasks(executors[0]):
         use_met_exchanges(executors)
         return [
@@ -43,7 +50,6 @@ def lockstep_runs(
         ]
     if wiring.a2e:
         shared = [wiring.team.shared_expert(rank) for rank in range(len(executors))]
-        twin_apart = PUSH_APART if pushes else PULL_APART
         lockstep = apart = DisaggregatedLockstep(executors, programs, wiring.a2e, shared, threads, twin_apart)
         for index, program in enumerate(programs):
             assert isinstance(program, LockstepExpertProgram)

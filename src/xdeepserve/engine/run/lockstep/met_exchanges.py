@@ -23,7 +23,7 @@ from xdeepserve.comm.exchange.layout import Group, Layout
 from xdeepserve.comm.fused.layout import FusedLayout
 from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.run.lockstep import tables
-from xdeepserve.engine.run.lockstep.colocated import PUSH, AmongTwin, ColocatedLockstep
+from xdeepserve.engine.run.lockstep.colocated import AmongTwin, ColocatedLockstep
 from xdeepserve.engine.run.lockstep.kernels import attention as a
 from xdeepserve.engine.walk.ends import Exchange
 from xdeepserve.engine.walk.timeline import Timeline
@@ -89,7 +89,7 @@ def met_exchanges(
     runners = [executor.traversal.runners[part] for executor in executors]
     settle, dies = partial(_settle, lockstep, [runner.frame for runner in runners]), lockstep.dies
     where = lockstep.clock, [die.index for die in dies], walk.timeout_ns
-    hub = AmongClock(*where, settle, executors[0].config.num_experts_per_tok, lane, twin is PUSH)
+    hub = AmongClock(*where, settle, executors[0].config.num_experts_per_tok, lane, walk.pushes)
     for executor, runner in zip(executors, runners, strict=True):
         end = hub.end(executor.rank, Timeline(executor.die))
         runner.exchange = end._replace(reset=partial(_reset, end, executor.die, exchange[1]))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, assert_never
 
 from xdeepserve.comm.exchange.handle import XCCL
 from xdeepserve.comm.exchange.layout import Layout
@@ -37,10 +38,18 @@ class Among:
         }
         most = team.sizes.groups.max_slice
         self.layout: Layout | FusedLayout
-        if team.sizes.walk.exchange == "push":
-            self.layout = FusedLayout.for_group(self.group, local_batch=most, name=f"fused{mark}", **sizes)
-        else:
-            self.layout = Layout.for_group(self.group, max_tokens=most, name=f"xccl{mark}", **sizes)
+        self._make: Callable[..., XCCL | FusedXCCL]
+        match team.sizes.walk.exchange:
+            case "pull":
+                self.layout = Layout.for_group(self.group, max_tokens=most, name=f"xccl{mark}", **sizes)
+                self._make = XCCL
+            case "push":
+                self.layout = FusedLayout.for_group(
+                    self.group, local_batch=most, name=f"fused{mark}", **sizes
+                )
+                self._make = FusedXCCL
+            case other:
+                assert_never(other)
         for die in team.dies:
             self.layout.plan(team.pod.plan(die))
         self._handles: dict[DieRank, XCCL | FusedXCCL] = {}
@@ -54,10 +63,7 @@ class Among:
     def end(self, rank: DieRank, means: Means) -> Exchange:
         """Make a rank's end of the exchange."""
         die = self.team.pod.dies[self.team.dies[rank]]
-        if isinstance(self.layout, FusedLayout):
-            self._handles[rank] = FusedXCCL(die, rank, self.group, self.layout, quantize_rows, means)
-        else:
-            self._handles[rank] = XCCL(die, rank, self.group, self.layout, quantize_rows, means)
+        self._handles[rank] = self._make(die, rank, self.group, self.layout, quantize_rows, means)
         return Exchange(
             partial(self.dispatch, rank),
             partial(self.combine, rank),

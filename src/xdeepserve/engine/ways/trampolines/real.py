@@ -49,7 +49,7 @@ class Trampolines:
         return A2ELayout(
             sides=Sides(self.team.domain(domain), self.team.holders),
             name=f"a2e.mb{microbatch}.domain{domain}",
-            pushes=self._walk.exchange == "push",
+            pushes=self._walk.pushes,
             **row_sizes(self.team),
         )
 
