@@ -6,9 +6,8 @@ from __future__ import annotations
 import msgspec
 
 from xdeepserve.engine.deploy.deployment import Kind
-from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import resolve
-from xdeepserve.engine.deploy.teams import num_routed_experts
+from xdeepserve.engine.deploy.teams import Teams, num_routed_experts
 from xdeepserve.history import TEChange
 from xdeepserve.hw.faults import Fault
 from xdeepserve.model.config import ModelConfig
@@ -52,8 +51,10 @@ def _losses(name: Kind, config: ModelConfig) -> list[Case]:
     """List the rows with a lost expert server, whose experts have copies, or a lost client; the TE goes
     on."""
     two = ("experts.routed_dies=2", COPIES, "attention.dies=3", *SOON)
-    place = next(te.place for te in fit(resolve(name, two), config) if te.walk.services)
-    first = place.expert_dies[0]
+    tes = Teams(resolve(name, two), config, is_timing_only=False).tes()
+    (served,) = (te for te in tes if te.kind.has_services)
+    client = sum(te.total for te in tes[: tes.index(served)])  # the first one, after dies of prefill
+    first = client + 3
     busy = Fault(die=first + 1, kind="lost", operation="expert serve", step=2, event=9)
     ways = [("a server", Fault(900.0, first, "lost")), ("a server with a batch", busy)]
     if config.n_shared_experts:
@@ -62,12 +63,12 @@ def _losses(name: Kind, config: ModelConfig) -> list[Case]:
         Case(name, f"{what} is lost", two, crowded=True, faults=(fault,), servers_lost=1)
         for what, fault in ways
     ]
-    back = TEChange(4 * MS, "add server", place.name, 1)
+    back = TEChange(4 * MS, "add server", served.name, 1)
     again = "a server is lost and comes back"
     rows.append(msgspec.structs.replace(rows[1], variant=again, life=(back,), servers_back=1))
-    client = Fault(900.0, place.dies[1], "lost")
-    rows.append(Case(name, "a client is lost", two, crowded=True, faults=(client,), clients_lost=1))
+    gone = (Fault(900.0, client + 1, "lost"),)
+    rows.append(Case(name, "a client is lost", two, crowded=True, faults=gone, clients_lost=1))
     more = (*two, "experts.vacancies=1")
-    joins, leaves = TEChange(MS, "add server", place.name, 2), TEChange(MS, "remove server", place.name, 0)
+    joins, leaves = TEChange(MS, "add server", served.name, 2), TEChange(MS, "remove server", served.name, 0)
     rows.append(Case(name, "a server joins, another leaves", more, crowded=True, life=(joins, leaves)))
     return rows
