@@ -20,6 +20,8 @@ from xdeepserve.chaos.fault_schedule import FaultSchedule
 from xdeepserve.cli import COMMANDS, build_parser, main
 from xdeepserve.engine.balance.heat_map import HeatMap
 from xdeepserve.engine.deploy.deployment import Deployment
+from xdeepserve.engine.deploy.resolve import PRESETS
+from xdeepserve.engine.deploy.roles import DEPLOYMENTS
 from xdeepserve.errors import InputError
 from xdeepserve.golden.vectors import Manifest
 from xdeepserve.hw import fault_kinds
@@ -31,6 +33,7 @@ from xdeepserve.platform.made_traffic import MadeTraffic
 from xdeepserve.reading import Document, read_line
 
 SCREEN = 60  # lines of a help
+KINDS = ", ".join(sorted(DEPLOYMENTS))
 FAULTS = ", ".join(sorted(fault_kinds.KINDS))
 
 FILES = {
@@ -191,8 +194,8 @@ MISTAKES = [
     ),
     (
         "describe --deployment transfomerless",
-        "unknown deployment 'transfomerless' (did you mean transformerless?): known are monolithic, "
-        "colocated, pd, moe-attention, transformerless, eaas, superpod, or a .toml file",
+        "unknown deployment 'transfomerless' (did you mean transformerless?): known are "
+        f"{', '.join(PRESETS)}, or a .toml file",
     ),
     (
         "describe --deployment feld.toml",
@@ -200,8 +203,7 @@ MISTAKES = [
     ),
     (
         "describe --deployment heat.json",
-        "unknown deployment 'heat.json': known are monolithic, colocated, pd, moe-attention, "
-        "transformerless, eaas, superpod, or a .toml file",
+        f"unknown deployment 'heat.json': known are {', '.join(PRESETS)}, or a .toml file",
     ),
     (
         "describe --set scheduler.max_num_seqs",
@@ -264,9 +266,8 @@ MISTAKES = [
     ),
     (
         "describe --deployment values.toml",
-        "deployment values.toml, line 1: kind must be one of colocated, eaas, mixed, moe-attention, "
-        "monolithic, pd, transformerless, found 'pdd' (did you mean pd?); line 3: decode.count must "
-        "be a whole number, found 'two'",
+        f"deployment values.toml, line 1: kind must be one of {KINDS}, found 'pdd' (did you mean pd?); "
+        "line 3: decode.count must be a whole number, found 'two'",
     ),
     (
         "describe --deployment list.toml",
@@ -285,8 +286,7 @@ MISTAKES = [
     ),
     (
         "describe --deployment kindless.toml",
-        "deployment kindless.toml: kind is missing: one of colocated, eaas, mixed, moe-attention, "
-        "monolithic, pd, transformerless",
+        f"deployment kindless.toml: kind is missing: one of {KINDS}",
     ),
     (
         "describe --deployment json.toml",

@@ -11,7 +11,8 @@ import pytest
 from xdeepserve.ems.pool_use import PoolUse
 from xdeepserve.engine.deploy import fitting
 from xdeepserve.engine.deploy.fitting import fit
-from xdeepserve.engine.deploy.resolve import PRESETS, resolve
+from xdeepserve.engine.deploy.resolve import PRESETS, SELF_SIZING, resolve
+from xdeepserve.engine.deploy.roles import is_one_die
 from xdeepserve.errors import DeploymentError
 from xdeepserve.model.checkpoint import num_parameters
 from xdeepserve.model.config import ModelConfig
@@ -42,12 +43,12 @@ def combination(case: Case, config: ModelConfig) -> tuple[str, int, int]:
 def test_every_deployment_with_and_without_mtp_in_one_and_two_microbatches(model: str) -> None:
     """For every deployment that the model allows; `monolithic` has no microbatches."""
     config = resolve_model(model).config
-    names = PRESETS if config.n_routed_experts >= 256 else PRESETS[:-1]
+    names = PRESETS if config.n_routed_experts >= 256 else SELF_SIZING
     wanted = {
         (name, mtp, microbatches)
         for name in names
         for mtp in (0, 1)
-        for microbatches in ((1,) if name == "monolithic" else (1, 2))
+        for microbatches in ((1,) if is_one_die(resolve(name).kind) else (1, 2))
     }
     assert not wanted - {combination(case, config) for case in cases(config)}
 
@@ -149,7 +150,7 @@ def test_a_row_that_has_not_shown_what_it_promises_does_not_hold(monkeypatch: py
 
 def test_rows_that_evict_do(monkeypatch: pytest.MonkeyPatch) -> None:
     evicting = [case for case in cases(resolve_model("tiny-random").config) if case.evicts]
-    assert {case.deployment for case in evicting} == {*PRESETS} - {"superpod"}
+    assert {case.deployment for case in evicting} == {*SELF_SIZING}
     (one,) = [case for case in evicting if case.deployment == "monolithic"]
     monkeypatch.setattr("xdeepserve.verify.matrix.RECIPES", ("int8",))
     monkeypatch.setattr("xdeepserve.verify.matrix.cases", lambda config, subject: [one])
@@ -163,7 +164,7 @@ def test_rows_that_evict_do(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_who_is_lost_is_counted_among_tes_that_still_serve(
     variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (one,) = [case for case in cases(resolve_model("tiny-random").config) if case.variant == variant]
+    one, *_ = [case for case in cases(resolve_model("tiny-random").config) if case.variant == variant]
     monkeypatch.setattr("xdeepserve.verify.matrix.RECIPES", ("int8",))
     monkeypatch.setattr("xdeepserve.verify.matrix.cases", lambda config, subject: [one])
     (row,) = [row for row in verify("tiny-random") if row.deployment == one.deployment]

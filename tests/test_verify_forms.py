@@ -8,7 +8,7 @@ import jsonschema
 import pytest
 
 from xdeepserve.cli import main
-from xdeepserve.engine.deploy.resolve import PRESETS
+from xdeepserve.engine.deploy.resolve import SELF_SIZING
 from xdeepserve.llm import digest
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.model.tokenizer import load_tokenizer
@@ -21,7 +21,7 @@ def test_every_deployment_has_a_row_for_each_number_of_drafts() -> None:
     tiny = resolve_model("tiny")
     assert is_spelt(tiny)
     found = {(case.deployment, case.overrides) for case in cases(tiny.config, subject="structured")}
-    wanted = {(name, (f"mtp={mtp}",)) for name in PRESETS if name != "superpod" for mtp in (0, 1, 2)}
+    wanted = {(name, (f"mtp={mtp}",)) for name in SELF_SIZING for mtp in (0, 1, 2)}
     assert wanted <= found
 
 

@@ -2,17 +2,25 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import msgspec
 import pytest
 
 from xdeepserve.engine.build import PodPlan
-from xdeepserve.engine.deploy.deployment import Deployment, Kind
-from xdeepserve.engine.deploy.fitting import fit
+from xdeepserve.engine.deploy.deployment import Deployment, ExpertConfig, Kind
+from xdeepserve.engine.deploy.fitting import fit, with_servers_outside
 from xdeepserve.engine.deploy.resolve import PRESETS, SELF_SIZING, resolve
-from xdeepserve.engine.deploy.roles import DEPLOYMENTS
+from xdeepserve.engine.deploy.roles import (
+    DEPLOYMENTS,
+    PREFILL,
+    WITH_SERVICES,
+    decode_alone,
+    has_expert_dies,
+    is_listed,
+)
 from xdeepserve.engine.deploy.settings import settings
+from xdeepserve.engine.description import describe
 from xdeepserve.errors import DeploymentError, InputError
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.presets import TinyCheckpoint
@@ -30,9 +38,30 @@ def test_every_kind_has_rows_and_a_preset_and_every_row_its_sections() -> None:
     assert tuple(DEPLOYMENTS) == get_args(Kind)
     assert {resolve(name).kind for name in PRESETS} == {*DEPLOYMENTS} - {"mixed"}  # a list is a file's own
     for kind, rows in DEPLOYMENTS.items():
+        assert is_listed(kind) == (kind == "mixed")
         roles = [row.role for row in rows]
         assert roles in (["both"], ["prefill", "decode"]) or kind == "mixed"
         assert {section for row in rows for section in row.sections} <= {*Deployment.__struct_fields__}
+
+
+def test_a_kind_of_deployment_is_a_row(monkeypatch: pytest.MonkeyPatch, tiny: TinyCheckpoint) -> None:
+    """Prefill beside expert servers, for which there is no name: the first TE has no servers."""
+    kind: Any = "pd-services"
+    monkeypatch.setitem(DEPLOYMENTS, kind, (PREFILL, WITH_SERVICES._replace(role="decode")))
+    outside = Deployment(name="new", kind=kind, experts=ExpertConfig(transport="shm"))
+    assert with_servers_outside(outside, tiny.config).place.role == "decode"
+    with pytest.raises(DeploymentError, match="an expert server is a process"):
+        with_servers_outside(Deployment(name="new", kind=kind), tiny.config)
+    halves = {
+        kind: "eaas",
+        "pd": "colocated",
+        "transformerless": "moe-attention",
+        "eaas": None,
+        "mixed": None,
+    }
+    assert {each: decode_alone(each) for each in halves} == halves
+    copied = PodPlan(tiny, Deployment(name="new", kind=kind, experts=ExpertConfig(copies=1)), "int8")
+    assert "\ncopies      each routed expert is on another server" in describe(copied)
 
 
 TWO = "pipeline.microbatches=2"
@@ -151,8 +180,7 @@ def test_every_default_is_a_value_that_can_be_set() -> None:
         (
             "pd",
             "kind=x",
-            "kind must be one of colocated, eaas, mixed, moe-attention, monolithic, pd, transformerless, "
-            "found 'x'",
+            f"kind must be one of {', '.join(sorted(DEPLOYMENTS))}, found 'x'",
         ),
         (
             "pd",
@@ -227,7 +255,7 @@ def test_refusals(name: str, overrides: list[str], reason: str, tiny_config: Mod
             "colocated",
             ["experts.routed_dies=-1"],
             "experts.routed_dies is for pods with dies for experts alone "
-            "(moe-attention, transformerless, eaas)",
+            f"({', '.join(filter(has_expert_dies, DEPLOYMENTS))})",
         ),
         (
             "colocated",

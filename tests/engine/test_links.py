@@ -10,6 +10,7 @@ from tests.engine.remains import check_nothing_is_left, settled
 from tests.tools import one_die
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.comm.distflow.rules import Cause
+from xdeepserve.engine.deploy.policies import DECODE
 from xdeepserve.engine.dp.events import LinkChanged
 from xdeepserve.engine.job.links import PDLink
 from xdeepserve.engine.serving.engine import Engine
@@ -311,7 +312,7 @@ def test_a_request_with_choices_fails_as_a_whole_and_others_do_not(
 # ---- full is not failed ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["kv", "next-open", "round-robin"])
+@pytest.mark.parametrize("policy", DECODE.rows)
 async def test_an_offer_may_wait_for_hours_while_its_decode_group_is_busy(
     tiny: TinyCheckpoint, policy: str
 ) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.bench.papers import superpod
+from xdeepserve.engine.deploy.policies import DECODE
 from xdeepserve.engine.job.journey import MARK_NS, STEPS
 from xdeepserve.engine.lanes import COMPUTE, RECEIVE, SEND, STREAMS
 from xdeepserve.errors import RequestError
@@ -290,7 +291,9 @@ def test_figure_17_eight_steps_of_each_request(files: Files, mode: str) -> None:
         assert where[6].startswith("decode 0")
 
 
-@pytest.mark.parametrize(("policy", "waiting"), [("kv", 5), ("next-open", 5), ("round-robin", 6)])
+@pytest.mark.parametrize(
+    ("policy", "waiting"), [(name, 6 if name == "round-robin" else 5) for name in DECODE.rows]
+)
 def test_figure_17_with_several_tes_and_full_decode(
     tiny: TinyCheckpoint, tmp_path: Path, policy: str, waiting: int
 ) -> None:

@@ -11,7 +11,7 @@ import msgspec
 from xdeepserve.chaos.fault_schedule import FaultSchedule, PoolState
 from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import resolve
-from xdeepserve.engine.deploy.sizes import TEPlace
+from xdeepserve.engine.deploy.sizes import Sizes, TEPlace
 from xdeepserve.errors import DeploymentError
 from xdeepserve.history import TEChange
 from xdeepserve.hw.fault_kinds import GLITCHES, RULES, Kind, OnPlane, Place
@@ -107,21 +107,20 @@ def draw(seed: int, deployments: Sequence[str], config: ModelConfig) -> FaultSch
 
 def _with_servers(rng: random.Random, drawn: FaultSchedule, config: ModelConfig) -> FaultSchedule:
     """Add changes of expert servers to a schedule of services; some go to a seat that was vacant."""
-    if drawn.deployment != "eaas" or rng.random() < 0.3:
+    place = _with_services(drawn.deployment, drawn.settings, config)
+    if place is None or rng.random() < 0.3:
         return drawn
     settings = (*drawn.settings, VACANCY)
-    if rng.random() < 0.5 and _num_dies(drawn.deployment, settings, config):
-        (te,) = fit(resolve(drawn.deployment, settings), config)
-        vacant = {te.place.expert_dies[number] for number in te.place.vacant}
+    if rng.random() < 0.5 and (wider := _with_services(drawn.deployment, settings, config)):
+        vacant = {wider.expert_dies[number] for number in wider.vacant}
         if all(fault.die not in vacant and not vacant & {*(fault.link or ())} for fault in drawn.faults):
-            drawn = msgspec.structs.replace(drawn, settings=settings)
-    (te,) = fit(resolve(drawn.deployment, drawn.settings), config)
+            drawn, place = msgspec.structs.replace(drawn, settings=settings), wider
     whats: tuple[Literal["add server", "remove server"], ...] = ("add server", "add server", "remove server")
     changes = [
         TEChange(
             round(10 ** rng.uniform(1, 4.7), 3),
             rng.choice(whats),
-            server=rng.randrange(te.place.num_expert_dies),
+            server=rng.randrange(place.num_expert_dies),
         )
         for _ in range(rng.randint(1, 5))
     ]
@@ -130,11 +129,23 @@ def _with_servers(rng: random.Random, drawn: FaultSchedule, config: ModelConfig)
 
 def _num_dies(deployment: str, settings: Sequence[str], config: ModelConfig) -> int:
     """Return the number of dies of a pod; 0 if there is no such pod."""
-    try:
-        tes = fit(resolve(deployment, settings), config)
-    except DeploymentError:
-        return 0
+    tes = _fitted(deployment, settings, config)
     return sum(te.place.num_dies + te.place.num_expert_dies for te in tes)
+
+
+def _with_services(deployment: str, settings: Sequence[str], config: ModelConfig) -> TEPlace | None:
+    """Return the dies of the TE with expert servers; None if the pod has no such TE, or there is no such
+    pod."""
+    tes = _fitted(deployment, settings, config)
+    return next((te.place for te in tes if te.walk.services), None)
+
+
+def _fitted(deployment: str, settings: Sequence[str], config: ModelConfig) -> tuple[Sizes, ...]:
+    """Return the sizes of a pod's TEs; none if there is no such pod."""
+    try:
+        return fit(resolve(deployment, settings), config)
+    except DeploymentError:
+        return ()
 
 
 def _faults(rng: random.Random, num_dies: int) -> tuple[Fault, ...]:

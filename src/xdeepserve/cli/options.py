@@ -131,6 +131,8 @@ def add_deployment(parser: Parser, *, takes_configs: bool = True) -> None:
 
     `takes_configs`: the command has a use for a model without weights.
     """
+    from xdeepserve.engine.deploy.resolve import PRESETS
+
     configs = "deepseek-r1, deepseek-v3 or a config.json (without weights, for what only takes time), "
     option = parser.pod_options.add_argument
     option(
@@ -144,8 +146,7 @@ def add_deployment(parser: Parser, *, takes_configs: bool = True) -> None:
         "--deployment",
         default="monolithic",
         metavar="D",
-        help="monolithic, colocated, pd, moe-attention, transformerless, eaas, superpod, or a .toml file; "
-        "default monolithic",
+        help=f"{', '.join(PRESETS)}, or a .toml file; default monolithic",
     )
     option("--precision", default="int8", choices=("int8", "fp32"), help="default int8")
     option(

@@ -215,7 +215,7 @@ class PodPlan:
                 "be like"
             )
         number = self.num_added[role]
-        name = next(row for row in DEPLOYMENTS["mixed"] if row.role == role).te_name(number)
+        name = next(row for row in DEPLOYMENTS[self.deployment.kind] if row.role == role).te_name(number)
         placed = self._moved(sizes) if dies is None else self._fitted(role, dies)
         te = self._plan_te(placed.called(name))
         self.num_added[role] += 1

@@ -126,8 +126,8 @@ def fullest(plan: PodPlan) -> list[DieMemoryUse]:
 
 def _replicas(plan: PodPlan) -> list[str]:
     """Describe copies of experts, or room for replicas of hot ones, and when these change."""
-    s = plan.tes[0].sizes
-    if not s.experts.redundant_slots:
+    s = next((te.sizes for te in plan.tes if te.sizes.experts.redundant_slots), None)
+    if s is None:
         return []
     if s.experts.copies_of:
         copies = sum(map(len, s.experts.copies_of)) // s.experts.experts_of[-1].stop
@@ -171,8 +171,8 @@ def hosts(plan: PodPlan) -> list[str]:
     execution = plan.deployment.execution
     if execution is None:
         return [
-            "host        costs nothing: the deployment has no section [execution], as the presets pd, "
-            "transformerless and superpod have"
+            "host        costs nothing: the deployment has no section [execution], as presets with "
+            "prefill apart have"
         ]
     roles = dict.fromkeys(te.sizes.place.role for te in plan.tes)
     said = [host(execution.for_role(role)) + (f" ({role})" if len(roles) > 1 else "") for role in roles]

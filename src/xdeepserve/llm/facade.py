@@ -55,8 +55,8 @@ class LLM:
 
     model        a preset (`tiny`, `tiny-random`, `tiny-r1`), `deepseek-r1` for runs that only take time, a
                  Hugging Face checkpoint directory, or a Checkpoint
-    deployment   a preset (`monolithic`, `colocated`, `pd`, `moe-attention`, `transformerless`, `eaas`,
-                 `superpod`), a .toml file, or a Deployment
+    deployment   a preset, such as `monolithic` or `pd` (`xdeepserve generate --help` names all of them), a
+                 .toml file, or a Deployment
     precision    `int8` or `fp32`
     overrides    settings of the deployment (`xdeepserve settings` lists them): texts `["decode.dies=4"]`, or
                  a mapping `{"decode.dies": 4}` or `{"decode": {"dies": 4}}`

@@ -23,7 +23,7 @@ from xdeepserve.comm.services.rules import SlotEvent, SlotState
 from xdeepserve.comm.services.server import Batching, ServiceServer
 from xdeepserve.engine.build import pod_for, with_answers
 from xdeepserve.engine.deploy.deployment import Deployment
-from xdeepserve.engine.deploy.fitting import fit
+from xdeepserve.engine.deploy.fitting import with_servers_outside
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.expert_server import ExpertServerProgram
 from xdeepserve.engine.die.team import Team
@@ -33,7 +33,7 @@ from xdeepserve.engine.recovery.rollback_field import plan_rollback_field
 from xdeepserve.engine.walk.runner import Computing
 from xdeepserve.engine.ways.arithmetic import quantize_rows
 from xdeepserve.engine.ways.services.real import experts_held, identity, service_layout
-from xdeepserve.errors import DeadlineError, DeploymentError, XDeepServeError
+from xdeepserve.errors import DeadlineError, XDeepServeError
 from xdeepserve.hw.queue import Queue
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.weights import Recipe
@@ -60,9 +60,7 @@ class ExpertProcess:
         self._task, self._checkpoint, self._recipe, self._tell = task, checkpoint, recipe, tell
         self._deployment = msgspec.convert(task.deployment, Deployment)
         config = with_answers(checkpoint.config, self._deployment, recipe)
-        sizes = fit(self._deployment, config)[0]
-        if not sizes.place.has_servers_outside:
-            raise DeploymentError("an expert server is a process with experts.transport shm or tcp")
+        sizes = with_servers_outside(self._deployment, config)
         # Its place in the pod of its clients: addresses, and nothing else of that pod is here.
         self._pod = pod_for([sizes.place])
         self._team = Team(self._pod, config, recipe, sizes)

@@ -15,7 +15,7 @@ import msgspec
 
 from xdeepserve.engine.build import with_answers
 from xdeepserve.engine.deploy.deployment import Deployment
-from xdeepserve.engine.deploy.fitting import fit
+from xdeepserve.engine.deploy.fitting import with_servers_outside
 from xdeepserve.errors import DeploymentError, XDeepServeError
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.remote.children import ServerTask
@@ -32,9 +32,7 @@ def seats_of(task: ServerTask, checkpoint: Checkpoint, asked: list[int] | None) 
     """
     deployment = msgspec.convert(task.deployment, Deployment)
     config = with_answers(checkpoint.config, deployment, "fp32" if task.precision == "fp32" else "int8")
-    place = fit(deployment, config)[0].place
-    if not place.has_servers_outside:
-        raise DeploymentError("an expert server is a process with experts.transport shm or tcp")
+    place = with_servers_outside(deployment, config).place
     last = place.num_expert_dies - 1
     for seat in asked or ():
         if not 0 <= seat <= last:

@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from xdeepserve.engine.deploy.deployment import Kind
+from xdeepserve.engine.deploy.roles import sections
 from xdeepserve.history import History, TEChange
 from xdeepserve.hw.faults import Fault
 from xdeepserve.model.config import ModelConfig
@@ -13,7 +15,6 @@ from xdeepserve.model.config import ModelConfig
 NUM_COMPANIONS = 20
 Subject = Literal["plain", "structured", "int8-combine"]  # a matrix for each, with digests of its own
 LATE = "execution.pin_cores=false"  # launches are late at random
-SIMPLE = ("monolithic", "colocated", "pd")  # run models without routed experts too
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -61,6 +62,11 @@ def few_blocks(config: ModelConfig) -> tuple[str, ...]:
     """Settings with so few KV blocks that sequences are preempted."""
     length = min(config.max_position_embeddings, 256)
     return f"max_model_len={length}", f"cache.num_blocks={-(-length // 16)}"
+
+
+def few_tes(kind: Kind, dies: int) -> tuple[str, ...]:
+    """Settings of `prefill_and_decode` for a kind of deployment that has both sections, else none."""
+    return prefill_and_decode(dies) if {"prefill", "decode"} <= sections(kind) else ()
 
 
 def prefill_and_decode(dies: int) -> tuple[str, str]:

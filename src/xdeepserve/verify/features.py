@@ -13,6 +13,7 @@ from typing import NamedTuple, get_args
 from xdeepserve.engine.deploy.deployment import Exchange, Kind
 from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import resolve
+from xdeepserve.engine.deploy.roles import DEPLOYMENTS, has_expert_dies, sections
 from xdeepserve.engine.deploy.rules import without_effect
 from xdeepserve.errors import DeploymentError
 from xdeepserve.model.config import ModelConfig
@@ -55,31 +56,31 @@ class Cell(NamedTuple):
         return (*self.mode.overrides, *own)
 
 
+WITH_PREFILL = [kind for kind in DEPLOYMENTS if "prefill" in sections(kind)]
+WITH_DECODE = [kind for kind in DEPLOYMENTS if "decode" in sections(kind)]
+
+
 def _in_prefill(*settings: str) -> dict[Kind, tuple[str, ...]]:
     """Settings of a feature under the `prefill` section, for the deployments that have one."""
     prefill = ("prefill.dies=2", *(f"prefill.{setting}" for setting in settings))
-    return {"pd": prefill, "transformerless": prefill}
+    return dict.fromkeys(WITH_PREFILL, prefill)
 
 
 SLOTS = "experts.redundant_slots=1"
 HOST = ("cache.num_host_blocks=64", "cache.load=always", "cache.preemption=swap")
 
 MANY_DIES: dict[Kind, tuple[str, ...]] = {
-    "pd": ("decode.dies=18", SLOTS),
-    "moe-attention": ("experts.routed_dies=18", SLOTS),
-    "transformerless": ("experts.routed_dies=18", SLOTS),
-    "eaas": ("experts.routed_dies=18", SLOTS),
+    **dict.fromkeys(WITH_DECODE, ("decode.dies=18", SLOTS)),
+    **dict.fromkeys(filter(has_expert_dies, DEPLOYMENTS), ("experts.routed_dies=18", SLOTS)),
 }
 
 O_PROJ: dict[Kind, tuple[str, ...]] = {
-    "pd": ("prefill.o_proj_tp=2", "decode.o_proj_tp=2"),
-    "transformerless": ("prefill.dies=2", "prefill.o_proj_tp=2"),
+    **_in_prefill("o_proj_tp=2"),
+    **dict.fromkeys(WITH_DECODE, ("prefill.o_proj_tp=2", "decode.o_proj_tp=2")),
 }
 
 GATHER = "scheduler.statuses=all-gather"
-GATHER_IN_PREFILL: dict[Kind, tuple[str, ...]] = dict.fromkeys(
-    ("pd", "transformerless"), ("prefill.tp=1", GATHER)
-)
+GATHER_IN_PREFILL: dict[Kind, tuple[str, ...]] = dict.fromkeys(WITH_PREFILL, ("prefill.tp=1", GATHER))
 
 FEATURES = (
     Feature("2 drafts (MTP)", ("mtp=2",)),

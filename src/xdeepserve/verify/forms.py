@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from xdeepserve.engine.deploy.deployment import Kind
+from xdeepserve.engine.deploy.roles import has_expert_dies
 from xdeepserve.engine.dp.grammar import Grammars
 from xdeepserve.engine.dp.structured_outputs import StructuredOutputsParams
 from xdeepserve.engine.serving.steer import grammars_of
@@ -11,7 +13,7 @@ from xdeepserve.model.canonical import Array
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.tokenizer import load_tokenizer
-from xdeepserve.verify.case import SIMPLE, Case, few_blocks
+from xdeepserve.verify.case import Case, few_blocks
 
 FORM_TOKENS = 40
 FORM = StructuredOutputsParams(
@@ -28,7 +30,7 @@ FORM = StructuredOutputsParams(
 )
 
 
-def forms(names: Sequence[str], dies: int, config: ModelConfig) -> list[Case]:
+def forms(names: Sequence[Kind], dies: int, config: ModelConfig) -> list[Case]:
     """List the rows with JSON answers: every deployment with each number of drafts, and masks beside
     preemption, swapping, chunks and the rest."""
     most = 2 if config.num_nextn_predict_layers else 0
@@ -50,7 +52,7 @@ def forms(names: Sequence[str], dies: int, config: ModelConfig) -> list[Case]:
     return rows + [
         Case(name, "JSON, dataflow", (drafts, "dataflow=true"), form=True)
         for name in names
-        if name not in SIMPLE
+        if has_expert_dies(name)
     ]
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from xdeepserve.engine.deploy.deployment import Kind
+from xdeepserve.engine.deploy.roles import has_prefill
 from xdeepserve.history import TEChange
 from xdeepserve.hw.faults import Fault
 from xdeepserve.model.config import ModelConfig
-from xdeepserve.verify.case import Case, prefill_and_decode
+from xdeepserve.verify.case import Case, few_tes, prefill_and_decode
 
 MS = 1000.0  # us
 ONE_FOR_ANOTHER = (TEChange(1 * MS, "add", "both"), TEChange(4 * MS, "remove", "te"))
@@ -20,17 +22,17 @@ BOTH_SIDES = (
 )
 
 
-def _losses(name: str, dies: int) -> list[Case]:
+def _losses(name: Kind, dies: int) -> list[Case]:
     """List the rows with two TEs of a role: a die of one TE fails amid its work, and the other TE goes on."""
     each = min(2, dies)  # of a TE: the first two are prefill's, then decode's
     two: tuple[str, ...] = ("prefill.count=2", f"prefill.dies={each}")
-    if name == "pd":
+    if has_both := bool(few_tes(name, dies)):
         two = (*two, "decode.count=2", f"decode.dies={each}")
     ways: list[tuple[str, tuple[str, ...], tuple[Fault, ...]]] = [
         ("a prefill TE of two is lost", (), (_lost(0, 300),)),
         ("a prefill TE of two is lost, KV by layer", ("transfer=layer",), (_lost(each, 1000),)),
     ]
-    if name == "pd":
+    if has_both:
         both = (_lost(each - 1, 700), _lost(4 * each - 1, 12000))
         ways += [
             ("a decode TE of two is lost", (), (_lost(2 * each, 9000),)),
@@ -43,14 +45,14 @@ def _lost(die: int, at_us: float) -> Fault:
     return Fault(at_us, die, "lost")
 
 
-def _glitches(names: Sequence[str], dies: int, config: ModelConfig) -> list[Case]:
+def _glitches(names: Sequence[Kind], dies: int, config: ModelConfig) -> list[Case]:
     """List the rows with kernels and transfers ending in error codes: all dies of the TE run the step again
     (xDeepServe 6.2)."""
     ahead = ("execution.overlap=true",)
     drafts = ("mtp=2", *ahead) if config.num_nextn_predict_layers else ahead
     called = "2 drafts, planned ahead" if drafts != ahead else "planned ahead"
     ways: list[tuple[str, str, tuple[str, ...]]] = [
-        *((name, "glitches", prefill_and_decode(dies) if name == "pd" else ()) for name in names),
+        *((name, "glitches", few_tes(name, dies)) for name in names),
         *((name, f"{called}, and glitches", drafts) for name in ("monolithic", "colocated")),
         ("pd", "KV by layer, planned ahead, and glitches", ("transfer=layer", *drafts)),
         ("colocated", "in lockstep, and glitches", (f"dies={min(2, dies)}", "lockstep=true")),
@@ -64,7 +66,7 @@ def _glitches(names: Sequence[str], dies: int, config: ModelConfig) -> list[Case
     return [Case(*way, crowded=True, faults=faults, rollbacks=1) for way in ways if way[0] in names]
 
 
-def _failovers(names: Sequence[str], dies: int) -> list[Case]:
+def _failovers(names: Sequence[Kind], dies: int) -> list[Case]:
     """List the rows with failover: a TE that is given up comes back on spare dies or on fewer (xDeepServe
     6.2)."""
     rows: list[tuple[str, str, tuple[str, ...], int]] = [  # with the die that is lost
@@ -86,11 +88,11 @@ def _failovers(names: Sequence[str], dies: int) -> list[Case]:
     ]
 
 
-def _bad_pages(names: Sequence[str], dies: int) -> list[Case]:
+def _bad_pages(names: Sequence[Kind], dies: int) -> list[Case]:
     """List the rows with lost HBM pages: the data on them is restored, and the TE runs the step again."""
     pair = prefill_and_decode(dies)
     ways: list[tuple[str, str, tuple[str, ...]]] = [
-        *((name, "", pair if name == "pd" else ()) for name in names),
+        *((name, "", few_tes(name, dies)) for name in names),
         ("colocated", ", in lockstep", (f"dies={min(2, dies)}", "lockstep=true")),
         ("pd", ", KV by layer, planned ahead", (*pair, "transfer=layer", "execution.overlap=true")),
     ]
@@ -107,21 +109,20 @@ def _pages(first: str, second: str) -> tuple[Fault, ...]:
     return Fault(900.0, 0, "bad-page", page=first), Fault(5300.0, 0, "bad-page", page=second)
 
 
-def lives(names: Sequence[str], dies: int, config: ModelConfig) -> list[Case]:
+def lives(names: Sequence[Kind], dies: int, config: ModelConfig) -> list[Case]:
     """List all rows of the module: TEs replaced while they serve, faults, failovers, and a second model on
     the pod."""
     rows = []
     for name in names:
-        if name in ("pd", "transformerless"):
-            pair = prefill_and_decode(dies) if name == "pd" else ()
+        if has_prefill(name):
+            pair = few_tes(name, dies)
             rows.append(Case(name, "TEs of both roles replaced", pair, crowded=True, life=BOTH_SIDES))
             late = (*pair, "transfer=layer")
             rows.append(Case(name, "TEs replaced, KV by layer", late, crowded=True, life=BOTH_SIDES))
+            rows += _losses(name, dies)
         else:
             rows.append(Case(name, "another TE takes over", crowded=True, life=ONE_FOR_ANOTHER))
             rows.append(Case(name, "another, and another", crowded=True, life=BACK_AGAIN))
-        if name in ("pd", "transformerless"):
-            rows += _losses(name, dies)
     rows += _glitches(names, dies, config) + _failovers(names, dies) + _bad_pages(names, dies)
     ahead = ("execution.overlap=true",)
     return [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from xdeepserve.engine.deploy.resolve import PRESETS, resolve
+from xdeepserve.engine.deploy.roles import has_expert_dies
 from xdeepserve.engine.deploy.teams import num_routed_experts
 from xdeepserve.model.config import TP_SIZES, ModelConfig, TPMode, tp_sizes
 from xdeepserve.verify.case import LATE, Case
@@ -73,7 +75,7 @@ def out_projections(config: ModelConfig, dies: int) -> list[Case]:
 def microbatches(config: ModelConfig) -> list[Case]:
     """List the rows of attention dies with steps whole and in 2 microbatches, with MTP and without."""
     rows = []
-    for name in ("moe-attention", "eaas", "transformerless", "superpod"):
+    for name in (name for name in PRESETS if has_expert_dies(resolve(name).kind)):
         for mtp in (0, 1) if config.num_nextn_predict_layers else (0,):
             for count in (1, 2):
                 variant = f"{count} microbatch{'es' if count > 1 else ''}, MTP, {mtp} drafts"

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
+from xdeepserve.engine.deploy.deployment import Kind
 from xdeepserve.engine.deploy.teams import num_routed_experts
 from xdeepserve.history import History
 from xdeepserve.model.config import ModelConfig
-from xdeepserve.verify.case import Case, prefill_and_decode
+from xdeepserve.verify.case import Case, few_tes
 from xdeepserve.verify.parallel import REPLICAS, tensor_parallel_sizes
 
 SMALL = ("ems.block_size=16", "ems.servers=2")
@@ -33,13 +34,13 @@ def pool_of(case: Case, fill: Callable[[History], object]) -> Iterator[tuple[str
         yield (*where, *case.overrides)
 
 
-def pools(names: Sequence[str], dies: int, tight: tuple[str, ...], config: ModelConfig) -> list[Case]:
+def pools(names: Sequence[Kind], dies: int, tight: tuple[str, ...], config: ModelConfig) -> list[Case]:
     """List the rows with a memory pool: each deployment reads its own blocks, of this run or an earlier one,
     and some read other deployments'."""
     drafts = "mtp=2" if config.num_nextn_predict_layers else "mtp=0"
     rows = []
     for name in names:
-        pair = prefill_and_decode(dies) if name == "pd" else ()
+        pair = few_tes(name, dies)
         own = History(name, pair)
         rows += [
             Case(name, "prefixes from the pool's DRAM", (*pair, *tight), repeated=True, pool="own"),

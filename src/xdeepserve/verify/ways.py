@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from xdeepserve.engine.deploy.deployment import Kind
 from xdeepserve.engine.deploy.resolve import PRESETS, SELF_SIZING
+from xdeepserve.engine.deploy.roles import has_expert_dies, has_services
 from xdeepserve.engine.deploy.teams import num_routed_experts
 from xdeepserve.model.config import ModelConfig
-from xdeepserve.verify.case import LATE, NUM_COMPANIONS, SIMPLE, Case, few_blocks, prefill_and_decode
+from xdeepserve.verify.case import LATE, NUM_COMPANIONS, Case, few_blocks, prefill_and_decode
 from xdeepserve.verify.exchanges import exchanges
 from xdeepserve.verify.features import GATHER
 from xdeepserve.verify.forms import forms
@@ -43,7 +45,7 @@ def all_cases(config: ModelConfig) -> list[Case]:
     """List every row, ordered by deployment, whether or not the model allows it."""
     num_experts = num_routed_experts(config, 1)
     dies, tight = min(8, num_experts or 8), few_blocks(config)
-    names = [name for name in SELF_SIZING if num_experts or name in SIMPLE]
+    names = [name for name in SELF_SIZING if num_experts or not has_expert_dies(name)]
     rows = loads("monolithic", (), tight) + one_call(tight, config)
     rows += loads("colocated", (f"dies={dies}",), tight) + _colocated(dies, tight) + _pd(dies, tight)
     if num_experts:
@@ -54,7 +56,8 @@ def all_cases(config: ModelConfig) -> list[Case]:
             rows.append(Case("moe-attention", "dataflow, 480 + 288 dies", DATAFLOW_ON_ALL))
         if num_experts > 1:
             rows += replicas(config, dies) + papers(config)
-        rows += microbatches(config) + services(config)
+        rows += microbatches(config)
+        rows += [case for name in names if has_services(name) for case in services(name, config)]
     rows += tensor_parallel(config, dies) + out_projections(config, dies) + transfers(config, dies)
     if config.num_nextn_predict_layers:
         rows += _drafts(names, dies, config)
@@ -132,9 +135,9 @@ def _expert_dies(few: int) -> list[Case]:
     ]
 
 
-def _drafts(names: Sequence[str], dies: int, config: ModelConfig) -> list[Case]:
+def _drafts(names: Sequence[Kind], dies: int, config: ModelConfig) -> list[Case]:
     """List the rows with 1 and 2 drafts from the MTP layers, also in lockstep and in dataflow."""
-    rows = [Case(name, "MTP, 1 draft", ("mtp=1",)) for name in names if name in SIMPLE]
+    rows = [Case(name, "MTP, 1 draft", ("mtp=1",)) for name in names if not has_expert_dies(name)]
     rows += [Case(name, "MTP, 2 drafts", ("mtp=2",)) for name in names]
     together = (f"dies={dies}", "lockstep=true", "mtp=2")
     rows.append(Case("colocated", "in lockstep, MTP, 2 drafts", together))

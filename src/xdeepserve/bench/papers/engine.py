@@ -32,6 +32,7 @@ from xdeepserve.engine.deploy.deployment import (
     SchedulerConfig,
     TEConfig,
 )
+from xdeepserve.engine.deploy.policies import DECODE as DECODE_POLICIES
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.run.clock.wiring import ClockWiring
 from xdeepserve.engine.serving.engine import Engine
@@ -132,7 +133,7 @@ def decode(num_requests: int = 300, seeds: Sequence[int] = SEEDS) -> list[Row]:
     the first seed's workload for some periods, the shortest first; the other rows use the exact state, a
     period of 0. 4 of the 61 layers are run, to save wall time.
     """
-    policies: tuple[Decode, ...] = ("kv", "next-open", "round-robin")
+    policies = [*DECODE_POLICIES.rows]
     loads = [workload(num_requests, rate=120, prompts=PROMPTS, outputs=OUTPUTS, seed=seed) for seed in seeds]
     results = {policy: np.array([_decode(policy, work) for work in loads]) for policy in policies}
     rows = [

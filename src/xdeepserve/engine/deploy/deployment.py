@@ -184,8 +184,8 @@ class ExecutionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mode: Annotated[
         Mode | None,
         "graph: a step is one launch, captured once; op: operator by operator; by default op on prefill "
-        "TEs, else graph. This and the next ones change virtual time, and no token. pd, transformerless and "
-        "superpod launch so; elsewhere the host costs nothing until one of them is set",
+        "TEs, else graph. This and the next ones change virtual time, and no token. Presets with prefill "
+        "apart launch so; elsewhere the host costs nothing until one of them is set",
     ] = None
     overlap: Annotated[bool, "plan and launch the next step while the current one runs"] = False
     mtp: Annotated[Drafting, "naive: back to the host between main model and draft"] = "pipelined"

@@ -58,6 +58,15 @@ def fit(deployment: Deployment, config: ModelConfig, is_timing_only: bool = Fals
     return tuple(size(deployment, config, te, first_die[te.name], is_timing_only) for te in tes)
 
 
+def with_servers_outside(deployment: Deployment, config: ModelConfig) -> Sizes:
+    """Return the sizes of the TE whose expert servers are processes. Raises DeploymentError if no TE has
+    such servers."""
+    for sizes in fit(deployment, config):
+        if sizes.place.has_servers_outside:
+            return sizes
+    raise DeploymentError("an expert server is a process with experts.transport shm or tcp")
+
+
 def _places(d: Deployment, tes: Sequence[TEDies], reasons: list[str]) -> dict[str, int]:
     """Return the first die of each TE by name; add errors to `reasons`.
 

@@ -10,13 +10,14 @@ from typing import Any, TypeAlias
 import msgspec
 
 from xdeepserve.engine.deploy.deployment import Deployment
+from xdeepserve.engine.deploy.roles import DEPLOYMENTS, is_listed
 from xdeepserve.engine.deploy.settings import nearest, settings
 from xdeepserve.errors import DeploymentError, meant
 from xdeepserve.reading import Document, Mistake, Place, mistakes, read, refused, toml_value, unknown_field
 
-PRESETS = ("monolithic", "colocated", "pd", "moe-attention", "transformerless", "eaas", "superpod")
 # Fitted to any model; the superpod has its own sizes.
-SELF_SIZING = tuple(name for name in PRESETS if name != "superpod")
+SELF_SIZING = tuple(kind for kind in DEPLOYMENTS if not is_listed(kind))
+PRESETS = (*SELF_SIZING, "superpod")
 # Texts `key=value`, mappings (of sections: nested, or with dotted keys), or one of either. Later ones win.
 Overrides: TypeAlias = str | Mapping[str, Any] | Iterable[str | Mapping[str, Any]]
 

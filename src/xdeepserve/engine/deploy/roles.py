@@ -1,6 +1,7 @@
 """Kinds of task executors (TEs), as rows, and the kinds that make up each deployment.
 
-A new deployment is a row here, a preset, and perhaps a schedule (engine/walk/schedule.py).
+A new deployment is a row here, a name in `Kind`, a preset of that name, and perhaps a schedule
+(engine/walk/schedule.py).
 """
 
 from __future__ import annotations
@@ -99,6 +100,16 @@ def sections(kind: Kind) -> set[str]:
     return {section for row in DEPLOYMENTS[kind] for section in row.sections}
 
 
+def is_listed(kind: Kind) -> bool:
+    """Whether a file lists the deployment's TEs in [[te]], so that there is no preset."""
+    return "te" in sections(kind)
+
+
+def is_one_die(kind: Kind) -> bool:
+    """Whether the deployment is a single die."""
+    return all(row.is_single for row in DEPLOYMENTS[kind])
+
+
 def has_prefill(kind: Kind) -> bool:
     """Whether the deployment has TEs for prefill alone."""
     return any(row.role == "prefill" for row in DEPLOYMENTS[kind])
@@ -122,7 +133,5 @@ def has_services(kind: Kind) -> bool:
 def decode_alone(kind: Kind) -> Kind | None:
     """Return the kind of deployment equal to the decode part of a kind with prefill apart; None if there is
     none."""
-    row = next((row for row in DEPLOYMENTS[kind] if row.role == "decode"), None)
-    if row is None or kind == "mixed":
-        return None
-    return "moe-attention" if row.is_apart else "colocated"
+    decode = [row.turns for row in DEPLOYMENTS[kind] if row.role == "decode" and not is_listed(kind)]
+    return next((alone for alone, rows in DEPLOYMENTS.items() if [row.turns for row in rows] == decode), None)

@@ -28,6 +28,7 @@ from xdeepserve.engine.deploy.roles import (
     has_expert_dies,
     has_prefill,
     has_services,
+    is_one_die,
     sections,
     takes_steps_away,
 )
@@ -360,7 +361,7 @@ WITHOUT_EFFECT = (
         lambda d: not ROUTE.has(d.scheduler.route, "reads a heat map"),
         "scheduler.route={d.scheduler.route} looks at no heat map",
     ),
-    SettingRule(("scheduler.statuses",), lambda d: d.kind == "monolithic", "monolithic is one DP group"),
+    SettingRule(("scheduler.statuses",), lambda d: is_one_die(d.kind), "{d.kind} is one DP group"),
     SettingRule(
         ("scheduler.statuses",),
         lambda d: DISPATCH.has(d.scheduler.dispatch, "on arrival"),
@@ -373,8 +374,8 @@ WITHOUT_EFFECT = (
     ),
     SettingRule(
         ("exchange",),
-        lambda d: d.kind == "monolithic",
-        "monolithic is one die, which exchanges no tokens",
+        lambda d: is_one_die(d.kind),
+        "{d.kind} is one die, which exchanges no tokens",
     ),
     SettingRule(
         ("experts.balance_interval", "experts.balance_slices", "experts.cold_tokens", "experts.placement"),

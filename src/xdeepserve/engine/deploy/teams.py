@@ -9,7 +9,7 @@ import msgspec
 
 from xdeepserve.engine.deploy.deployment import AttentionConfig, Deployment, Device, ExpertConfig, TEConfig
 from xdeepserve.engine.deploy.expert_services import reasons_against_services
-from xdeepserve.engine.deploy.roles import DEPLOYMENTS, SECTIONS, TEKind, sections
+from xdeepserve.engine.deploy.roles import DEPLOYMENTS, SECTIONS, TEKind, is_listed, is_one_die, sections
 from xdeepserve.engine.deploy.settings import instead
 from xdeepserve.hw.accelerators import NPUS_PER_SERVER
 from xdeepserve.model.config import TP_SIZES, ModelConfig, tp_sizes
@@ -75,15 +75,14 @@ class Teams:
     def tes(self) -> list[TEDies]:
         """Make all TEs, in the order of the rows that the deployment is made of."""
         known = sections(self.d.kind)
-        is_one = known == {"dies"}
-        has = "is one die" if is_one else f"has {', '.join(sorted(known))}"
-        own = () if is_one else known
+        is_one = is_one_die(self.d.kind)
+        has, own = ("is one die", set()) if is_one else (f"has {', '.join(sorted(known))}", known)
         self.reasons += [
             f"{each} is no setting of {self.d.kind}, which {has}{instead(each, value, own)}"
             for each in SECTIONS
             if (value := getattr(self.d, each)) is not None and each not in known
         ]
-        if self.d.kind == "mixed":
+        if is_listed(self.d.kind):
             return self._listed()
         make = {True: self._apart, False: self._together}
         return [te for row in DEPLOYMENTS[self.d.kind] for te in make[row.is_apart](row)]

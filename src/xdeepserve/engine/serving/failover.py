@@ -25,7 +25,7 @@ import msgspec
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import ExpertConfig, RecoveryConfig, Role, TEConfig
 from xdeepserve.engine.deploy.fitting import fit
-from xdeepserve.engine.deploy.roles import DEPLOYMENTS
+from xdeepserve.engine.deploy.roles import DEPLOYMENTS, is_listed
 from xdeepserve.engine.serving.joining import FAILED, until_unused
 from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.errors import DeploymentError, XDeepServeError, as_named
@@ -75,7 +75,7 @@ def what_helps(plan: PodPlan, te: TEPlan, lost: Collection[int]) -> str:
         spare = max(0, min(wanted))
         if spare <= len(plan.pod.free_dies(range(plan.pod.topology.num_dies))):
             ways.append("recovery.failover=true" + f" and recovery.spare_dies={spare}" * (spare > 0))
-    given = getattr(d, row.section, None) if d.kind != "mixed" else None
+    given = getattr(d, row.section, None) if not is_listed(d.kind) else None
     if isinstance(given, TEConfig):
         more = msgspec.structs.replace(given, count=given.count + 1)
         with contextlib.suppress(DeploymentError):
