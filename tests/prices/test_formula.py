@@ -191,7 +191,8 @@ def test_a_table_of_stages_is_the_formula_at_the_points_of_table_4(requests: int
     profile = PodProfile(resolve_model("deepseek-r1"), Demand.at(context, context + 64))
     cost, dies = LayerCost(profile.config, comm=CommCost()), profile.config.n_routed_experts
     parts = cost.stream0_parts_ns(Load(requests=requests, rows=1, context=context + 1))
-    copies = cost.spec.billed_copies(0, requests * profile.config.num_experts_per_tok)
+    mean = requests * profile.config.num_experts_per_tok
+    copies = cost.spec.billed_copies(mean, mean)
     formula = dict(zip(profile.names, parts, strict=True))
     formula |= dict(
         zip(OPS, cost.exchanges_ns(dies, requests, profile.config.num_experts_per_tok), strict=True)

@@ -206,7 +206,9 @@ class DrawnLoads:
         if rank >= self.num_routed:
             return RankLoad(num_rows, (0, 0, shared) if self.has_copies else (shared, 1, 0))
         held = self.held[rank] if self.held else max(1.0, self.model.n_routed_experts / self.num_dies)
-        copies = self.cost.spec.billed_copies(float(routed), load.mean)
+        # Of a sample each die stands for the busiest of all, which has no fewer than the mean.
+        received = max(routed, load.mean) if self.num_dies > self.num_ranks else float(routed)
+        copies = self.cost.spec.billed_copies(received, load.mean)
         touched = min(routed, held)
         if self.has_copies:
             return RankLoad(num_rows, (copies, touched, shared))
