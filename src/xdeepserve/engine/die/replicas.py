@@ -186,14 +186,12 @@ class RedundantSlots:
         self._copies = copies  # that are loaded with the primaries, into the first slots
         self._space, self._num_primaries, self.num_slots = space, len(held), experts.redundant_slots
         layers = experts.layers
-        self._parts = [
-            [
-                (f"weights/{name}", specs[name].nbytes // specs[name].shape[0])
-                for name in specs
-                if name.startswith(f"{layer_section(config, layer).prefix}experts.")
-            ]
-            for layer in layers
-        ]
+        by_layer: dict[str, list[tuple[str, int]]] = {}
+        for name, spec in specs.items():
+            layer, is_expert, _ = name.partition("experts.")
+            if is_expert:
+                by_layer.setdefault(layer, []).append((f"weights/{name}", spec.nbytes // spec.shape[0]))
+        self._parts = [by_layer[layer_section(config, layer).prefix] for layer in layers]
         self._sizes = [sum(nbytes for _, nbytes in parts) for parts in self._parts]  # of a slot, by layer
         self._before = [0, *accumulate(self._sizes)]
         space.plan("slot_expert", np.int32, len(layers), self.num_slots)
