@@ -101,12 +101,12 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     gc_pause: Param = Param(100e-3, "s", "XDS 4.4: jitter can exceed 100 ms; here the collector's pause")
 
     # A decoder layer at full size: fitted to all 14 decode rows of CM Tables 3-4 and 5.4
-    small_kernels: Param = Param(114e-6, "s", "fitted: decode; norms, small kernels and sync of a layer")
+    small_kernels: Param = Param(113e-6, "s", "fitted: decode; norms, small kernels and sync of a layer")
     barrier_stretch: Param = Param(
         2.03, "ratio", "fitted: decode; imbalance of experts and waiting, on expert load and token copies"
     )
     pass_overhead: Param = Param(
-        0.54e-3, "s", "fitted, weakly: decode; host and head of the main pass, and again of MTP's"
+        0.53e-3, "s", "fitted, weakly: decode; host and head of the main pass, and again of MTP's"
     )
     gate: Param = Param(10e-6, "s", "assumed: routing of a microbatch's tokens")
 
