@@ -99,3 +99,44 @@ def test_kernels_run_in_launches_that_take_time(
         llm.generate([[7, 8, 9] * 100, [5] * 400], SamplingParams(max_tokens=4, temperature=0))
     # The stage with the head is billed for reading logits, and FusedDispatch for a pipeline that quantises.
     assert outside <= {"sample"} | ({"quantize_rows"} if "exchange=push" in overrides else set())
+
+
+SILENT = {"num_groups"}  # which the host asks beforehand
+EITHER = {  # of an MLP the activation comes first; a die with both kinds of experts may get rows for one
+    "find_maxima": {1, 2},
+    "run_either": {3, 6, 9},
+}
+
+
+@pytest.mark.parametrize(("model", "deployment", "overrides"), POOLS)
+def test_in_single_op_mode_the_host_launches_the_operators_that_there_are(
+    monkeypatch: pytest.MonkeyPatch, model: str, deployment: str, overrides: tuple[str, ...]
+) -> None:
+    """As many as kernels are called, where an operation calls any, whatever its rows."""
+    calls: list[str] = []
+    found: set[tuple[str, int, int]] = set()
+
+    def noted(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **named: Any) -> Any:
+            calls.append(name)
+            return kernel(*args, **named)
+
+        return call
+
+    def run(stage: Stage, frame: Any) -> None:
+        for op in stage.ops:
+            calls.clear()
+            op.kernel(frame)
+            if num := len([name for name in calls if name not in SILENT]):
+                found.add((getattr(op.kernel, "__name__", "head").lstrip("_"), op.operators, num))
+
+    monkeypatch.setattr(Stage, "run", run)
+    with serve(model, deployment, overrides) as llm:
+        for name in dir(kernels):
+            kernel = getattr(kernels, name)
+            if callable(kernel) and not name.startswith("_"):
+                monkeypatch.setattr(kernels, name, noted(name, kernel))
+        llm.generate([[7, 8, 9] * 100, [5] * 400], SamplingParams(max_tokens=4, temperature=0))
+    assert len(found) > 5
+    wrong = {row for row in found if row[2] not in EITHER.get(row[0], {row[1]})}
+    assert not wrong, "kernel, operators said, kernels called"

@@ -91,7 +91,6 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     op_dispatch: Param = Param(20e-6, "s", "assumed: host launch of one operator in single-op mode")
     command_latency: Param = Param(2e-6, "s", "assumed: a host's message reaches the die")
 
-    stage_launches: Param = Param(4, "launches", "assumed: some 25 operators of a layer over six stages")
     scheduler_gap: Param = Param(2e-3, "s", "XDS 7.1: bubble between two iterations")
     host_sampling: Param = Param(
         1e-3, "s", "assumed: metadata and sampling on the CPU between two graphs of naive MTP (CM 4.2.4)"

@@ -197,8 +197,8 @@ def out_work(model: Model, layer: Layer, n: Counts) -> Work:
     return HALF_LAYER + OUT_PROJ.work(model, layer, n)
 
 
-down_proj = Op(_down_proj, _down_work, "rows")
-up_proj = Op(_up_proj, _up_work, "heads")
+down_proj = Op(_down_proj, _down_work, "rows", operators=4)
+up_proj = Op(_up_proj, _up_work, "heads", operators=4)
 attend = Op(_attend, _attend_work, "heads")
 head_outputs = Op(_head_outputs, _head_work, "heads")
-out_proj = Op(OUT_PROJ.run, out_work, "sum")
+out_proj = Op(OUT_PROJ.run, out_work, "sum", operators=3)

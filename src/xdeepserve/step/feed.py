@@ -215,17 +215,21 @@ def _shared_work(model: Model, layer: Layer, n: Counts) -> Work:
     return Work() if layer.moe.shared is None else mlp_work(n.rows, layer.moe.shared)
 
 
-mlp_up = Op(_mlp_up, lambda model, layer, n: linear_work(n.rows, _dense(layer).w13), "heads")
-mlp_down = Op(MLP_DOWN.run, MLP_DOWN.work, "sum")
-gate = Op(_gate, _gate_work)
+mlp_up = Op(_mlp_up, lambda model, layer, n: linear_work(n.rows, _dense(layer).w13), "heads", operators=2)
+mlp_down = Op(MLP_DOWN.run, MLP_DOWN.work, "sum", operators=3)
+gate = Op(_gate, _gate_work, operators=3)
 collect = Op(_collect, _collect_work)
 find_physical = Op(_find_physical, _find_work)
-take_own = Op(_take_own, free)
-take_received = Op(_take_received, free)
-run_experts = Op(_run_experts, lambda model, layer, n: expert_work(model, n))
-run_copy = Op(_run_copy, _copy_work)
-run_either = Op(_run_either, lambda model, weights, n: expert_work(model, n) + _copy_work(model, weights, n))
-shared_expert = Op(_shared_expert, _shared_work)
+take_own = Op(_take_own, free, operators=0)
+take_received = Op(_take_received, free, operators=0)
+run_experts = Op(_run_experts, lambda model, layer, n: expert_work(model, n), operators=6)
+run_copy = Op(_run_copy, _copy_work, operators=3)
+run_either = Op(
+    _run_either,
+    lambda model, weights, n: expert_work(model, n) + _copy_work(model, weights, n),
+    operators=run_experts.operators + run_copy.operators,
+)
+shared_expert = Op(_shared_expert, _shared_work, operators=3)
 round_own = Op(_round_own, free)
 round_shared = Op(_round_shared, free)
 add_outputs = Op(_add_outputs, free)

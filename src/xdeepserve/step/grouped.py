@@ -118,6 +118,6 @@ def _attend_work(model: Model, layer: Layer, n: Counts) -> Work:
     )
 
 
-up_proj = Op(_up_proj, _up_work, "heads")
+up_proj = Op(_up_proj, _up_work, "heads", operators=6)
 attend = Op(_attend, _attend_work, "heads")
 head_outputs = Op(_head_outputs, free, "heads")

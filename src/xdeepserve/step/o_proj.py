@@ -79,7 +79,7 @@ def _in_int8(output: Stage, size: int) -> Program:
         Meet("spread", lambda f: _columns(f, "q8_columns", size)),
         Stage(output.name, (Op(multiply, project.work),), rows="shared"),
         Meet("reduce_scatter", lambda f: _sums(f, "q8_sums")),
-        Stage("Residual", (Op(add, free),), "aiv"),
+        Stage("Residual", (Op(add, free, operators=2),), "aiv"),
     )
 
 

@@ -82,11 +82,11 @@ def _keep_states(f: Frame) -> None:
 
 
 norm = Op(_norm, free)
-head = Op(_head, _head_work)
-mtp_head = Op(_mtp_head, _head_work)
+head = Op(_head, _head_work, operators=2)
+mtp_head = Op(_mtp_head, _head_work, operators=3)
 
 EMBED: Program = (Stage("Embed", (Op(_embed, free),), "aiv", "all"),)
 HEAD: Program = (Stage("Norm", (norm,), "aiv", "all"), Stage("Sample", (head,), rows="logits"))
-MTP_INPUT: Program = (Stage("MTPInput", (Op(_mtp_input, free),), rows="all"),)
+MTP_INPUT: Program = (Stage("MTPInput", (Op(_mtp_input, free, operators=5),), rows="all"),)
 MTP_HEAD: Program = (Stage("Draft", (mtp_head,), rows="logits"),)
 MTP_STATES: Program = (Stage("DraftState", (norm, Op(_keep_states, free)), "aiv", "all"),)

@@ -69,7 +69,7 @@ def _partial_sums(stage: Stage, layer: Layer, size: int) -> list[Stage | Meet]:
             k.add(f.h, f.h, f.reduced)
 
         return [
-            Stage(stage.name, (*before, Op(multiply, last.work)), rows="all"),
+            Stage(stage.name, (*before, Op(multiply, last.work, operators=last.operators - 1)), rows="all"),
             Meet("all_reduce", lambda f: f.take("y", *f.whole.shape)),
             Stage("Residual", (Op(add, free),), "aiv", "all"),
         ]
@@ -92,9 +92,9 @@ def _partial_sums(stage: Stage, layer: Layer, size: int) -> list[Stage | Meet]:
     return [
         Stage(f"{stage.name} inputs", (*before, Op(find_maxima, free)), rows="all"),
         Meet("all_reduce", lambda f: f.take("maxima", len(f.whole)), "max"),
-        Stage(stage.name, (Op(multiply_int8, last.work),), rows="all"),
+        Stage(stage.name, (Op(multiply_int8, last.work, operators=2),), rows="all"),
         Meet("all_reduce", lambda f: f.take("sums", *f.whole.shape)),
-        Stage("Residual", (Op(add_scaled, free),), "aiv", "all"),
+        Stage("Residual", (Op(add_scaled, free, operators=2),), "aiv", "all"),
     ]
 
 
@@ -177,7 +177,7 @@ def sp_tp_sp(program: LayerProgram) -> LayerProgram:
             attention._replace(rows="all"),
             Stage("HeadOutputs", (heads,), rows="all"),
             Meet("all_to_all", lambda f: outputs(f, f.batch.num_tokens)),
-            Stage("OProj", (Op(OUT_OF_SLICES.run, out_work),)),
+            Stage("OProj", (Op(OUT_OF_SLICES.run, out_work, operators=3),)),
         ),
         program.feed,
     )

@@ -153,7 +153,7 @@ def _attend_work(model: Model, layer: Layer, n: Counts) -> Work:
     return mla.attend.work(model, layer, few)
 
 
-down_proj = Op(_down_proj, _down_work, "rows")
-up_proj = Op(_up_proj, _up_work, "heads")
+down_proj = Op(_down_proj, _down_work, "rows", mla.down_proj.operators + 2)
+up_proj = Op(_up_proj, _up_work, "heads", mla.up_proj.operators + 5)
 choose = Op(_choose, _choose_work, "heads")
 attend = Op(_attend, _attend_work, "heads")

@@ -44,12 +44,14 @@ class Op(NamedTuple):
 
     `cut` says how dies may share the operation. Each has its own rows; or its own heads (features, in an MLP)
     of all rows; or, in a product with inputs cut in this way, its own part of every sum. `work` gets the
-    weights: a `Layer`, or the `Held` part of a layer on a die with only experts.
+    weights: a `Layer`, or the `Held` part of a layer on a die with only experts. The host launches as many
+    `operators` for it in single-op mode: the kernels that it calls in the int8 recipe.
     """
 
     kernel: Callable[[Frame], None]
     work: Callable[[Model, Any, Counts], Work]
     cut: Cut = "rows"
+    operators: int = 1
 
 
 class Stage(NamedTuple):
@@ -66,6 +68,11 @@ class Stage(NamedTuple):
     core: Core = "aic"
     rows: Extent = "mine"
     attends: bool = False
+
+    @property
+    def operators(self) -> int:
+        """Number of operators that the host launches for the stage in single-op mode."""
+        return sum(op.operators for op in self.ops)
 
     def run(self, frame: Frame) -> None:
         """Run the kernels of all operations."""

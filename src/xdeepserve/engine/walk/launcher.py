@@ -40,7 +40,7 @@ class Launches(Protocol):
 
     def stage(self, name: str) -> None: ...
 
-    async def kernel(self) -> None: ...
+    async def kernel(self, operators: int) -> None: ...
 
 
 class Launcher:
@@ -61,8 +61,7 @@ class Launcher:
         self._captured: tuple[str, ...] | None = None  # the graph that is replayed
         self._stages: list[str] = []  # of the step, so far
         self._launched_ns = 0
-        op = die.spec.dispatch_ns("op")
-        self._stage_ns = round(op * die.spec.stage_launches.value)
+        self._op_ns = die.spec.dispatch_ns("op")
         self._graph_ns = die.spec.dispatch_ns("graph")
         self._sampling_ns = round(1e9 * die.spec.host_sampling.value)
 
@@ -102,10 +101,10 @@ class Launcher:
             f"{self.die.name}: the replay of a graph departs from it: {reason}; {self._guards}"
         )
 
-    async def kernel(self) -> None:
-        """Wait until the host has launched the next stage."""
+    async def kernel(self, operators: int) -> None:
+        """Wait until the host has launched the next stage, which consists of so many operators."""
         if self.is_eager:
-            self._launched_ns += self._stage_ns
+            self._launched_ns += operators * self._op_ns
             await self.die.clock.sleep_until(self._launched_ns)
 
     async def next_graph(self) -> None:
@@ -138,9 +137,9 @@ class MicrobatchLaunches:
         """Record a stage of the microbatch; `report` tells the graph later."""
         self._names.append(name)
 
-    async def kernel(self) -> None:
-        """Wait until the host has launched the next stage."""
-        await self._launcher.kernel()
+    async def kernel(self, operators: int) -> None:
+        """Wait until the host has launched the next stage, which consists of so many operators."""
+        await self._launcher.kernel(operators)
 
     def report(self) -> None:
         """Report all stages of the microbatch to the step's graph."""

@@ -154,7 +154,8 @@ class Runner:
         copies = self._copies(stage, rows) if stage.name == "Experts" else (0, 0, 0)
         read = (f.batch.context, f.batch.kv_tokens) if stage.attends else (0, 0)
         price = self._price(stage, f.layer, Counts(rows, *read, *copies))
-        await self.launch(stage.name, stage.core, price.ns, partial(stage.run, f), rows, price.hbm_ns)
+        run, operators = partial(stage.run, f), 0 if self.launcher is None else stage.operators
+        await self.launch(stage.name, stage.core, price.ns, run, rows, price.hbm_ns, operators)
 
     def _rows(self, stage: Stage) -> int:
         f = self.frame
@@ -205,15 +206,21 @@ class Runner:
         kernel: Callable[[], None] = lambda: None,
         rows: int = 0,
         hbm_ns: float = 0.0,
+        operators: int = 1,
     ) -> None:
-        """Launch a kernel with a duration of `duration_ns`; for `hbm_ns` of them it would need all of HBM."""
+        """Launch a kernel with a duration of `duration_ns`; for `hbm_ns` of them it would need all of HBM. In
+        single-op mode the host launches it as so many `operators`."""
         if self.launcher is not None:
             self.launcher.stage(name)
-            if self.launcher.is_eager:
-                await self.pace.settle()
-                await self.launcher.kernel()
+            await self._launched(self.launcher, operators)
         args = self._trace_args(name, rows) if self.die.trace.is_on else {}
         await self.pace.spend(name, core, self.cores(core), duration_ns, kernel, args, hbm_ns)
+
+    async def _launched(self, launcher: Launches, operators: int) -> None:
+        """Wait until the host has launched so many operators, in single-op mode."""
+        if launcher.is_eager:
+            await self.pace.settle()
+            await launcher.kernel(operators)
 
     def _trace_args(self, name: str, rows: int) -> dict[str, Any]:
         """Describe a kernel for the trace: its place, its rows, and for experts the rows of each physical
@@ -229,8 +236,10 @@ class Runner:
     # ---- exchanges ----------------------------------------------------------------------------------
 
     async def meet(self, meet: Meet) -> None:
-        """Take the die's part in an exchange and put the result into the frame."""
+        """Take the die's part in an exchange, an operator, and put the result into the frame."""
         f = self.frame
+        if self.launcher is not None:
+            await self._launched(self.launcher, 1)
         match meet.op:
             case "dispatch" | "fused_dispatch":
                 await self._dispatch()
