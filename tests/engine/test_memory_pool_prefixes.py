@@ -142,7 +142,6 @@ def test_what_will_not_do_is_refused_in_one_line(tmp_path: Path) -> None:
     for setting, text in texts:
         assert text in refusal(where, setting)
     assert "ems.path must name a directory" in refusal("ems.path=")
-    assert "timing-only runs compute no KV" in refusal(where, timing_only=True)
     with LLM("tiny-random", overrides=[where]):
         assert "this memory pool is in use by another LLM of this process" in refusal(where)
     with LLM("tiny-random") as llm, pytest.raises(DeploymentError, match="from its start"):

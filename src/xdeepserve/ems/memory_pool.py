@@ -5,6 +5,7 @@ Its servers, their volumes and its Controller are parts of the pod for faults to
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -46,7 +47,8 @@ class MemoryPool:
 
     `open` must be called before the pod's memory is materialised, `start` afterwards. If the number of
     servers has changed since the directory was last used, keys move to their new servers. Volumes of servers
-    that no longer exist are deleted once they are empty.
+    that no longer exist are deleted once they are empty. In time-only runs a byte stands for `weight` bytes
+    of the given sizes and of what is counted.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class MemoryPool:
         dram_nbytes: int,
         volume_nbytes: int,
         quotas: Mapping[str, int | None],
+        weight: float = 1.0,
     ) -> None:
         check_directory(path)
         topology = pod.topology
@@ -66,10 +69,11 @@ class MemoryPool:
                 f"{num_servers}"
             )
         self.pod, self.path, self.quotas = pod, path, dict(quotas)
-        self.dram_nbytes, self.volume_nbytes = dram_nbytes, volume_nbytes
+        self.dram_nbytes, self.volume_nbytes = (math.ceil(n / weight) for n in (dram_nbytes, volume_nbytes))
+        self._weight = weight
         self._names = [server_name(number) for number in range(num_servers)]
         nodes = [topology.host(number) for number in range(num_servers)]
-        self._regions = [pod.plan(node).managed.alloc("memory pool", dram_nbytes) for node in nodes]
+        self._regions = [pod.plan(node).managed.alloc("memory pool", self.dram_nbytes) for node in nodes]
         self._nodes = nodes
         self._lock: IO[str] | None = None
         self.servers: list[MPServer] = []
@@ -131,16 +135,21 @@ class MemoryPool:
             total["mismatches"] += server.volume.num_mismatches
             total["failed writes"] += server.volume.num_failed
             total["rebuilt volumes"] += server.volume.num_rebuilt
-        return {name: total[name] for name in COUNTS}
+        return self._weighed({name: total[name] for name in COUNTS})
 
     def usage(self) -> dict[str, int]:
         """Return current values and bytes by tier."""
-        return {
+        used = {
             "dram values": sum(len(server.dram) for server in self.servers),
             "dram bytes": sum(server.dram.allocator.num_used for server in self.servers),
             "volume values": sum(len(server.volume.rows) for server in self.servers),
             "volume bytes": sum(server.volume.nbytes.total() for server in self.servers),
         }
+        return self._weighed(used)
+
+    def _weighed(self, counts: dict[str, int]) -> dict[str, int]:
+        """Return counts, with each byte for as many as it stands for."""
+        return {name: round(num * self._weight) if "bytes" in name else num for name, num in counts.items()}
 
     def close(self) -> None:
         """Close the volumes and unlock the directory. Harmless when repeated."""

@@ -104,13 +104,13 @@ class MPClient:
                 self._checked(lease)
                 self._passed("get", 3, lease)
 
-    async def commit(self, leases: Sequence[Lease]) -> int:
-        """End a put of written bytes; wait for the volumes. Returns how many values the pool has
-        now."""
-        return sum(await self.clock.gather(*(self._commit(mine) for mine in _by_server(leases))))
+    async def commit(self, leases: Sequence[Lease], weight: float = 1.0) -> int:
+        """End a put of written bytes; wait for the volumes. Returns how many values the pool has now. A byte
+        takes the time of `weight` bytes."""
+        return sum(await self.clock.gather(*(self._commit(mine, weight) for mine in _by_server(leases))))
 
-    async def _commit(self, leases: Sequence[Lease]) -> int:
-        server, nbytes = leases[0].server, sum(lease.nbytes for lease in leases)
+    async def _commit(self, leases: Sequence[Lease], weight: float) -> int:
+        server, nbytes = leases[0].server, math.ceil(weight * sum(lease.nbytes for lease in leases))
         self._passed("put", 2, leases[0])
         await self.clock.sleep_until(self.cards.reserve(server.node, "transmit", nbytes, "to volume"))
         num_kept = server.end(leases)

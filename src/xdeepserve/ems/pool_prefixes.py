@@ -44,7 +44,8 @@ async def copy_by_cards(cards: Cards, mem: DieMemory, copies: Sequence[BlockCopy
         for (source, nbytes), (target, _) in pieces:
             route = cards.card_of(source.node), cards.card_of(target.node)
             batches.setdefault(route, []).append(Copy(source, target, nbytes))
-    await cards.fabric.clock.gather(*(cards.move(batch, "memory pool") for batch in batches.values()))
+    weight = mem.kv.piece_weight
+    await cards.fabric.clock.gather(*(cards.move(some, "memory pool", weight) for some in batches.values()))
 
 
 @dataclass
@@ -144,7 +145,8 @@ class PoolPrefixes:
     async def _bring(self, ticket: int, transfer: PoolTransfer) -> None:
         client = self.cache.client
         await client.ask()
-        await client.bring([lease for lease in transfer.leases if lease is not None])
+        leases = [lease for lease in transfer.leases if lease is not None]
+        await client.bring(leases, self.mems[0].kv.piece_weight)
         self.report(PoolReady(self.rank, ticket))
 
     # ---- writing ------------------------------------------------------------------------------------
@@ -258,7 +260,7 @@ class PoolPrefixes:
         self.cache.touch(transfer.used)
 
     async def _keep(self, transfer: PoolTransfer, leases: list[Lease]) -> None:
-        await self.cache.client.commit(leases)
+        await self.cache.client.commit(leases, self.mems[0].kv.piece_weight)
         self.cache.touch(transfer.used)
 
     def spoil(self, tickets: Iterable[int]) -> None:

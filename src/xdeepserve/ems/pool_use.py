@@ -26,10 +26,11 @@ from xdeepserve.hw.volume import Key
 class PoolUse:
     """The pool and, from `start` on, the caches of prefixes and of models that TEs have there.
 
-    A guest deployment shares the pool of its host's pod. Raises InputError for an unusable directory.
+    A guest deployment shares the pool of its host's pod. A byte of a value stands for `weight` bytes.
+    Raises InputError for an unusable directory.
     """
 
-    def __init__(self, pod: Pod, deployment: Deployment, is_guest: bool) -> None:
+    def __init__(self, pod: Pod, deployment: Deployment, is_guest: bool, weight: float = 1.0) -> None:
         self.deployment, self.is_guest = deployment, is_guest
         self.contexts: ContextCache | None = None
         self.models: ModelCache | None = None
@@ -47,8 +48,8 @@ class PoolUse:
             raise DeploymentError(
                 f"deployment {deployment.name}: a pod has a pool (ems.path) from its start or none"
             )
-        dram, volume = ems.dram_mb << 20, ems.volume_mb << 20
-        self.pool = pod.services[service] = MemoryPool(pod, path, ems.servers, dram, volume, quotas)
+        sizes = ems.dram_mb << 20, ems.volume_mb << 20
+        self.pool = pod.services[service] = MemoryPool(pod, path, ems.servers, *sizes, quotas, weight)
 
     def open(self) -> None:
         """Lock the directory, before memory is allocated."""

@@ -17,6 +17,7 @@ from xdeepserve.engine.deploy.roles import DEPLOYMENTS
 from xdeepserve.engine.deploy.scale_down import largest
 from xdeepserve.engine.deploy.sizes import Sizes, TEPlace
 from xdeepserve.engine.die.expert_memory import ExpertMemory
+from xdeepserve.engine.die.shape_memory import piece_weight
 from xdeepserve.engine.die.team import Team
 from xdeepserve.engine.lanes import DEFAULT_SHOWN_DIES, name_lanes
 from xdeepserve.engine.loading import Loading, PoolSource, Source, read_again, read_weights
@@ -129,7 +130,8 @@ class PodPlan:
             [te.place for te in sizes], spec or Spec(), Clock(clock_seed), Trace(is_on=trace)
         )
         self.pod.fabric.checksums.is_on |= deployment.checksums
-        self.pool_use = self._plan_pool_use()
+        weight = 1.0 if timing is None else piece_weight(self.config, recipe, sizes[0].kv, sizes[0].steps)
+        self.pool_use = self._plan_pool_use(weight)
         self.tes: list[TEPlan] = []
         self.loadings: dict[str, Loading] = {}  # of TEs that join, by name
         self._digests = WeightDigests()
@@ -256,12 +258,12 @@ class PodPlan:
             self.outside.append(servers)
         return te
 
-    def _plan_pool_use(self) -> PodPool | None:
-        """Plan the use of a memory pool, if the deployment has one; InputError if its directory is
-        unusable."""
+    def _plan_pool_use(self, weight: float) -> PodPool | None:
+        """Plan the use of a memory pool, if the deployment has one, in which a byte stands for `weight`
+        bytes; InputError if its directory is unusable."""
         if self.deployment.ems.path is None:
             return None
-        pool: PodPool = wings.part("memory pool")(self.pod, self.deployment, self.is_guest)
+        pool: PodPool = wings.part("memory pool")(self.pod, self.deployment, self.is_guest, weight)
         return pool
 
     def close(self) -> None:

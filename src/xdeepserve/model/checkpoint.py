@@ -94,6 +94,10 @@ class ConfigOnly(Checkpoint):
     def tensor(self, name: str) -> NDArray[np.float32]:
         raise CheckpointError(f"model {self.name}: a configuration without weights; it has no tensor {name}")
 
+    def digest(self) -> str:
+        """Digest the configuration, which is all that there is."""
+        return hashlib.blake2b(self.config.to_bytes(), digest_size=16).hexdigest()
+
 
 def has_weight_files(directory: Path) -> bool:
     """Whether a directory has any file of weights that a checkpoint could be read from."""

@@ -328,11 +328,6 @@ WITH_TOKENS = (
 
 TIMING_ONLY = (
     SettingRule(
-        ("ems.path",),
-        _has_pool,
-        "timing-only runs compute no KV that a memory pool (ems.path) could keep",
-    ),
-    SettingRule(
         ("experts.transport",),
         lambda d: _experts(d).transport != "pod",
         "timing-only runs compute nothing that processes (experts.transport={d.experts.transport}) could",

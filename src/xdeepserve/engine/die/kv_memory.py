@@ -127,6 +127,11 @@ class KVMemory:
         """Size of a KV block over all layers, in bytes."""
         return sum(nbytes for _, nbytes in self.block_parts)
 
+    @property
+    def piece_weight(self) -> float:
+        """Bytes of KV that each byte of a piece stands for: one, but in time-only runs."""
+        return 1.0
+
     def block_pieces(self, tier: str, slot: int | PoolPlace) -> list[tuple[Address, int]]:
         """List addresses and sizes of a KV block's pieces in HBM, in host DRAM or in the memory pool.
 

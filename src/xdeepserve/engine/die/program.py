@@ -217,7 +217,7 @@ class Executor:
             targets = self.mem.kv.block_pieces(dst_tier, dst)
             for (source, nbytes), (target, _) in zip(sources, targets, strict=True):
                 pieces.append(Copy(source, target, nbytes))
-        await self.die.dma.copy(pieces, name="KV blocks")
+        await self.die.dma.copy(pieces, name="KV blocks", weight=self.mem.kv.piece_weight)
 
     async def step(self, plan: StepPlan) -> None:
         """Run a forward pass: the main model, sampling, and MTP's drafts for the next step."""

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xdeepserve.comm.exchange.rows import TokenCopies
-from xdeepserve.engine.deploy.sizes import ExpertSizes, KVSizes
+from xdeepserve.engine.deploy.sizes import ExpertSizes, KVSizes, StepSizes
 from xdeepserve.engine.die.die_memory import DieMemory, shard_of
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.kv_memory import KVMemory
@@ -34,6 +34,14 @@ REAL = frozenset(
     | {f"{name}/{index}" for name in ("sampled", "num_accepted", "drafts") for index in (0, 1)}
 )
 BYTES_OF_PIECE = 32  # by which a piece of a KV block is represented, so that transfers have something to move
+
+
+def piece_weight(c: ModelConfig, recipe: Recipe, kv: KVSizes, steps: StepSizes) -> float:
+    """Bytes of KV that each byte of a block's pieces stands for: two in each layer where blocks go from TE to
+    TE, else a single one."""
+    num_layers = c.num_hidden_layers + steps.mtp
+    num_pieces = 1 if steps.role == "both" else 2 * num_layers
+    return kv.block_size * entries_nbytes(c, recipe, num_layers) / (num_pieces * BYTES_OF_PIECE)
 
 
 class ShapeWorkspace(Workspace):
@@ -180,7 +188,7 @@ class ShapeKV(KVMemory):
     @property
     def piece_weight(self) -> float:
         """Bytes of KV that each byte of a piece stands for, on average over all layers' latents and keys."""
-        return self.nbytes / (self.sizes.num_blocks * self._num_layers * 2 * BYTES_OF_PIECE)
+        return piece_weight(self._config, self._recipe, self.sizes, self._shapes.team.sizes.steps)
 
     @property
     def parts_by_layer(self) -> list[list[tuple[str, int]]]:

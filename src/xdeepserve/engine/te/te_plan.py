@@ -17,7 +17,6 @@ from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.program import Executor
-from xdeepserve.engine.die.shape_memory import ShapeMemory
 from xdeepserve.engine.dp.events import EventLog, GroupId, ReplicasChanged
 from xdeepserve.engine.dp.group import DPGroup, GivesWay
 from xdeepserve.engine.dp.prefixes import ShouldLoad
@@ -104,8 +103,7 @@ class TEPlan:
     @property
     def kv_weight(self) -> float:
         """Bytes of KV represented by each byte sent from TE to TE; 1 unless the run is time-only."""
-        mem = self.memories[0]
-        return mem.kv.piece_weight if isinstance(mem, ShapeMemory) else 1.0
+        return self.memories[0].kv.piece_weight
 
     def _plan_hosts(self) -> None:
         """Reserve the dies' regions in the memories of their hosts."""
