@@ -153,7 +153,7 @@ class Die:
         if self.trace.is_on:
             self.trace.span(self.index, core.upper(), name, start, end, args)
         result = fn()
-        if end > now:
+        if end > now:  # else hundreds of dies would wait for each other's kernels of no time
             await self.clock.sleep_until(end)
         return result
 
