@@ -253,6 +253,26 @@ async def test_kernels_share_cores_or_queue_up() -> None:
     assert ends == {"a": ("a", 8100), "b": ("b", 8100), "c": ("c", 16200), "v": ("v", 8100)}
 
 
+async def test_a_kernel_of_no_time_makes_no_event_unless_its_cores_are_busy() -> None:
+    pod = make_pod(1)
+    die, ends = pod.dies[0], []
+
+    async def idle() -> None:
+        await pod.clock.sleep(100)
+
+    async def kernels() -> None:
+        before = pod.clock.counts().made
+        await die.run("a", lambda: None, 0)
+        ends.append((pod.clock.now, pod.clock.counts().made - before))
+
+    async def busy() -> None:
+        await die.run("b", lambda: None, 40)
+
+    await asyncio.gather(*[die.spawn(program) for program in (idle(), kernels(), busy(), kernels())])
+    assert [at for at, _ in ends] == [0, 40]
+    assert ends[0][1] == 0
+
+
 async def test_kernels_that_cannot_be_are_refused() -> None:
     pod = make_pod(1)
     with pytest.raises(HardwareError, match="asks for 25 of 24 aic cores"):
@@ -282,6 +302,18 @@ async def test_commands_reach_an_idle_die_in_order() -> None:
     assert log == [(Launch(1), 2000), (Launch(2), 12000)]
     with pytest.raises(HardwareError, match="a command is a msgspec Struct, not dict"):
         die.put({"step": 1})  # type: ignore[arg-type]
+
+
+async def test_idle_dies_wake_once_for_a_command() -> None:
+    pod = make_pod(2)
+    running = [die.spawn(die.next_command()) for die in (pod.dies[0], pod.dies[1])]
+    while not pod.clock.rests:
+        await asyncio.sleep(0)
+    before = pod.clock.counts().made
+    for die in (pod.dies[0], pod.dies[1]):
+        die.put(Launch(1))
+    assert await asyncio.gather(*running) == [Launch(1), Launch(1)]
+    assert (pod.clock.now, pod.clock.counts().made - before) == (2000, 2)
 
 
 def flag_wait(pod: Pod, seen: list[int], deadline_ns: int | None):

@@ -26,7 +26,7 @@ class Queue(Generic[Item]):
     def put(self, item: Item, delay_ns: int = 0) -> None:
         """Add an item to arrive `delay_ns` from now, but never before its predecessor."""
         self._items.append((self._clock.now + delay_ns, item))
-        self._wake_next()
+        self._wake_next(delay_ns)
 
     async def get(self, deadline_ns: int | None = None) -> Item:
         """Take the oldest item. Without a deadline the wait is idle: it may last for ever and is no deadlock.
@@ -56,9 +56,9 @@ class Queue(Generic[Item]):
             return None
         return self._items.popleft()[1]
 
-    def _wake_next(self) -> None:
+    def _wake_next(self, delay_ns: int = 0) -> None:
         # Some of those that wait may have been cancelled, or have met their deadline.
-        while self._getters and not self._getters.popleft().wake():
+        while self._getters and not self._getters.popleft().wake(delay_ns=delay_ns):
             pass
 
 

@@ -223,11 +223,11 @@ class Executor:
         """Run a forward pass: the main model, sampling, and MTP's drafts for the next step."""
         if self.launcher is not None:
             self.launcher.begin(plan)
-        self._write_lists(plan)
+        lists = self._write_lists(plan)
         self.runner.at()  # a step that was ended early has left this process in a layer
         plan = await self._resolve(plan)
         self.plan, self.chooser.faults = plan, {}
-        w, frame, batch = self.weights, self.runner.frame, self._batch(plan)
+        w, frame, batch = self.weights, self.runner.frame, Batch.of(*lists)
         first_event = plan.step * self._events_per_step + 1
         h = self.ws.take("h", plan.num_tokens, self.config.hidden_size)
         frame.begin_pass(w, w.layers[0], h, batch, plan.token_ids)
@@ -302,17 +302,12 @@ class Executor:
     def _num_exchanges(layers: Sequence[Layer]) -> int:
         return sum(layer.moe is not None for layer in layers)
 
-    def _write_lists(self, plan: StepPlan) -> None:
-        """Write the plan's index lists into HBM."""
+    def _write_lists(self, plan: StepPlan) -> tuple[Array, Array, Array, Array]:
+        """Write the plan's index lists into HBM; return where they are, for the step's batch."""
         rows, take = plan.num_tokens, self.ws.take
         positions, slots, seq_of = (take(name, rows) for name in ("positions", "slots", "seq_of"))
         tables = take("block_tables", len(plan.block_tables), self.mem.kv.sizes.max_blocks_per_seq)
         positions[:], slots[:], seq_of[:] = plan.positions, plan.slots, plan.seq_of
         for row, table in zip(tables, plan.block_tables, strict=True):
             row[: len(table)] = table
-
-    def _batch(self, plan: StepPlan) -> Batch:
-        """Return the step's batch, made of the completed index lists in HBM."""
-        rows, take = plan.num_tokens, self.ws.take
-        tables = take("block_tables", len(plan.block_tables), self.mem.kv.sizes.max_blocks_per_seq)
-        return Batch.of(take("positions", rows), take("slots", rows), take("seq_of", rows), tables)
+        return positions, slots, seq_of, tables

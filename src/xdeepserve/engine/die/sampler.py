@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.messages import LOGPROB_SLOTS
@@ -140,24 +139,24 @@ class Columns(NamedTuple):
 def columns(plans: Sequence[tuple[StepPlan, Sequence[int]]], ahead: int) -> Columns:
     """Return the numbers of some logit rows of plans, for the tokens `ahead` positions later."""
 
-    def column(values: Callable[[StepPlan], Sequence[float]], dtype: npt.DTypeLike) -> Array:
-        return np.array([found[r] for plan, rows in plans for found in (values(plan),) for r in rows], dtype)
-
+    found = [(plan, row) for plan, rows in plans for row in rows]
     return Columns(
-        column(lambda plan: plan.temperature, np.float32),
-        column(lambda plan: plan.top_k, np.int32),
-        column(lambda plan: plan.top_p, np.float64),
-        column(lambda plan: plan.min_p, np.float32),
-        column(lambda plan: [seed % 2**64 for seed in plan.seed], np.uint64),
-        column(lambda plan: plan.choice, np.uint64),
-        column(lambda plan: [plan.positions[row] + ahead for row in plan.logit_rows], np.uint64),
+        np.array([plan.temperature[row] for plan, row in found], np.float32),
+        np.array([plan.top_k[row] for plan, row in found], np.int32),
+        np.array([plan.top_p[row] for plan, row in found], np.float64),
+        np.array([plan.min_p[row] for plan, row in found], np.float32),
+        np.array([plan.seed[row] % 2**64 for plan, row in found], np.uint64),
+        np.array([plan.choice[row] for plan, row in found], np.uint64),
+        np.array([plan.positions[plan.logit_rows[row]] + ahead for plan, row in found], np.uint64),
     )
 
 
 def accepted(plan: StepPlan, sampled: Array) -> list[int]:
     """Count each sequence's leading drafts that equal the tokens sampled by the main model."""
-    row_of = {row: r for r, row in enumerate(plan.logit_rows)}
     result = [0] * len(plan.num_drafts)
+    if not any(plan.num_drafts):
+        return result
+    row_of = {row: r for r, row in enumerate(plan.logit_rows)}
     for row, seq in enumerate(plan.seq_of):
         is_last = row + 1 == plan.num_tokens or plan.seq_of[row + 1] != seq
         if is_last:

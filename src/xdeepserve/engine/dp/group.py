@@ -396,9 +396,10 @@ class DPGroup:
         self.dies[0].check_alive()
         num_rows, result_of = sum(len(share.logit_rows) for share in shares), self.mem.result
         sampled = result_of("sampled", step_idx, num_rows).tolist()
-        accepted = result_of("num_accepted", step_idx, len(shares)).tolist()
-        drafts = result_of("drafts", step_idx, len(shares), max(1, self.steps.mtp)).tolist()
-        results, first = [], 0
+        accepted, drafts, results, first = [], [], [], 0
+        if self.steps.mtp:
+            accepted = result_of("num_accepted", step_idx, len(shares)).tolist()
+            drafts = result_of("drafts", step_idx, len(shares), self.steps.mtp).tolist()
         for index, share in enumerate(shares):
             ends = share.ends
             # Without logit rows in the whole step nothing was sampled, and the die wrote no acceptance.

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
+import msgspec
+
 from xdeepserve.engine.dp.block_table import Holding
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.stats import count_drafts
@@ -120,8 +122,7 @@ class Sequence:
         return self.is_scored and self.num_scored < self.num_prompt - 1
 
 
-@dataclass(frozen=True)
-class SampledToken:
+class SampledToken(msgspec.Struct, frozen=True):
     """A result row: a new token, or (`is_prompt`) the model's rating of a prompt token."""
 
     token_id: int

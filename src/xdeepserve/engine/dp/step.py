@@ -9,8 +9,10 @@ positions and slots to the die (engine/die/carried.py). The share gets blocks as
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import msgspec
 
 from xdeepserve.engine.deploy.sizes import StepSizes
 from xdeepserve.engine.dp import events
@@ -28,8 +30,7 @@ class Carried(NamedTuple):
     num_drafts: int  # that it verifies: so many tokens more may there be
 
 
-@dataclass(frozen=True, eq=False)
-class Scheduled:
+class Scheduled(msgspec.Struct, frozen=True, eq=False):
     """A sequence's share of a step: `num_tokens` rows after the computed ones, then its drafts."""
 
     seq: Sequence
@@ -82,7 +83,7 @@ class PlannedStep:
             if stays(share.seq) and share.carried is not None:
                 found = carried.get(share.seq.seq_id)
                 start = share.seq.num_computed if found is None else share.start
-                share = replace(share, carried=found, start=start)
+                share = msgspec.structs.replace(share, carried=found, start=start)
             if stays(share.seq):
                 kept.append(share)
         self.shares = kept

@@ -55,15 +55,16 @@ class ExpertPrices:
         num_domains = len(num_tokens)
         kinds = self._profiles[[self._profile_of[layer] for layer in layers]]
         cases = (kinds[:, None] * most + copied) * num_domains + np.arange(num_domains)[:, None]
-        keys = (cases * base + received).reshape(-1).tolist()
-        prices = dict.fromkeys(keys, 0)
-        for key in prices:
+        keys = cases * base + received
+        few = np.unique(keys)
+        prices = np.zeros(len(few), np.int64)
+        for place, key in enumerate(few.tolist()):
             rest, count = divmod(key, base)
             rest, domain = divmod(rest, num_domains)
             kind, shared = divmod(rest, most)
             if count:
-                prices[key] = self._price(kind, shared, count, int(num_tokens[domain]))
-        return np.array([prices[key] for key in keys], np.int64).reshape(received.shape)
+                prices[place] = self._price(kind, shared, count, int(num_tokens[domain]))
+        return prices[np.searchsorted(few, keys)]
 
     def _price(self, kind: int, shared: int, count: int, num_tokens: int) -> int:
         """Return the time in ns for `count` rows, `shared` of them for a copy of the shared expert."""
