@@ -38,7 +38,7 @@ NAMED = re.compile(r"`((?:\w+/)+[\w.]*)`")  # a path of at least one folder, in 
 LINK = re.compile(r"\]\((?!http)([^)#]+)(?:#([\w-]+))?\)")
 IDS = [path.name for path in DOCUMENTS]
 
-# By the row of the table in costs.md that is its outcome.
+# By the row of the table in planning.md that is its outcome.
 MOE = (
     "xdeepserve sweep --set attention.domains={} --set attention.dies={} --set experts.routed_dies=32 "
     "--set experts.shared_dies=2 --set attention.microbatches=1,2,3 --batch 32,96 --context 2048,4096"
@@ -305,7 +305,7 @@ def test_commands(command: str, scratch: Path) -> None:
 
 def swept() -> dict[str, list[str]]:
     """The table of best numbers of microbatches and their tokens per second, by its first column."""
-    lines = (ROOT / "docs" / "costs.md").read_text().splitlines()
+    lines = (ROOT / "docs" / "planning.md").read_text().splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
     return {name: cells for name, *cells in rows if name in SWEEPS.values()}
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from xdeepserve import LLM, SamplingParams
+from xdeepserve.engine.dp.events import LinkChanged, Observed
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.errors import TransferError
 from xdeepserve.history import History, Told, serve
@@ -77,3 +78,30 @@ def test_health_names_the_link(tiny: TinyCheckpoint) -> None:
             llm.generate(PROMPTS, PARAMS)
         health = {te.name: te.links for te in llm.engine.health()}
     assert health == {"prefill 0": ("decode 0: blocked",), "decode 0": ("prefill 0: blocked",)}
+
+
+def test_probes_beside_traffic_find_a_link_that_becomes_slow_and_one_that_is_well_again(
+    tiny: TinyCheckpoint,
+) -> None:
+    """Without them nobody looks at a link on which transfers take long and do not fail."""
+    slow = Fault(2000.0, link=LINK, plane="ub", kind="slow", for_us=6000.0, factor=1e7)
+    found: dict[str, list[tuple[bool, str]]] = {}
+    for name, more in {"never": (), "beside": ("health.link_probe_s=0.0005",)}.items():
+        changes: list[tuple[bool, str]] = []
+        with LLM(
+            tiny, "pd", overrides=[*PAIR, "decode.count=2", *more], faults=[slow], progress=False
+        ) as llm:
+
+            def see(event: Observed, changes: list[tuple[bool, str]] = changes) -> None:
+                if isinstance(event, LinkChanged):
+                    changes.append((event.is_well, event.reason))
+
+            llm.engine.observe(see)
+            arrivals = [1_000_000 * at for at in range(12)]
+            outputs = llm.generate([[7, at] for at in range(12)], PARAMS, arrivals_ns=arrivals)
+            assert [len(output.outputs[0].token_ids) for output in outputs] == [6] * 12
+        found[name] = changes
+    assert found["never"] == []
+    (is_well, reason), *_, (is_well_again, _) = found["beside"]
+    assert (is_well, is_well_again) == (False, True)
+    assert reason.startswith("a dummy payload from prefill 0 to decode 0 was delayed")

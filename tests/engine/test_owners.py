@@ -114,6 +114,7 @@ KINDS = (
     Kind("messages of an endpoint", f"{FLOW}._detach", Endpoint, "_serve", "pd", PAIR),
     Kind("bytes of a transfer", f"{FLOW}._move_in_time", Transport, "move", "pd", PAIR),
     Kind("search for a way", "engine/job/executor.py:JobExecutor.send", JobExecutor, "_find_way", "pd", PAIR),
+    Kind("probes of links", PLANNED, JobExecutor, "_probe_links", "pd", (*PAIR, "health.link_probe_s=0.001")),
     Kind(
         *(
             "decode-first admission",

@@ -216,6 +216,12 @@ class HealthConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "virtual seconds between probes of DP groups that have no work while others have, and before a "
         "failed link between prefill and decode is tried again",
     ] = 1.0
+    link_probe_s: Annotated[
+        Positive | None,
+        "virtual seconds between dummy payloads over each link of prefill and decode, beside its traffic: a "
+        "link on which two in a row come late, or one never, is avoided until one comes in time; by default "
+        "only links that have failed are probed",
+    ] = None
     suspect_s: Annotated[Positive, "virtual seconds of silence until a DP group gets no new work"] = 5.0
     lost_s: Annotated[Positive, "virtual seconds of silence until a DP group is lost, and with it its TE"] = (
         60.0

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from functools import partial
 from typing import NamedTuple
 
 from xdeepserve.comm.distflow import Completion
@@ -142,6 +143,18 @@ class JobExecutor:
             prefill, decode = (te, other) if te.sizes.place.role == "prefill" else (other, te)
             self.links.add(PDLink(self.pod, prefill, decode, self.carriage, self._retry_ns))
         self.place_waiting()
+
+    def probe_links(self, period_ns: int) -> None:
+        """Have all links probed beside their traffic, each `period_ns` of virtual time from now on."""
+        self.pod.clock.at(self.pod.clock.now + period_ns, partial(self._probe_links, period_ns), self._hears)
+
+    async def _probe_links(self, period_ns: int) -> None:
+        if not any(te.is_running for te in self.tes):
+            return
+        self.probe_links(period_ns)
+        for link in list(self.links):
+            if link in self.links:  # its TEs may have gone meanwhile
+                await link.look(2 * period_ns)
 
     def place_waiting(self) -> None:
         """Assign sequences waiting for a TE. Without a TE they keep waiting, or fail."""

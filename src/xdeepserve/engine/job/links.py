@@ -10,7 +10,8 @@ another decode TE, from the same blocks.
 
 While no link of a prefill TE is well, failed ones are tried all the same. A sequence tries each link once.
 When it has tried all, it tries again those through which a dummy payload arrives
-(`comm/distflow/link_probe.py`).
+(`comm/distflow/link_probe.py`). With `health.link_probe_s` payloads go over all links beside their traffic,
+and a link on which they come late counts as failed, too.
 """
 
 from __future__ import annotations
@@ -119,6 +120,17 @@ class PDLink:
         pairs = [(die.index, node) for die in source.dies for node in nodes]
         self.verdict = verdict = await probe(self._pod, self.flow.backend, pairs, self._timeout_ns)
         return verdict
+
+    async def look(self, avoid_ns: int) -> None:
+        """Probe the link beside its traffic. It is avoided for `avoid_ns`, at least, if two payloads in a row
+        come late, which traffic alone can do to one, or if one does not come."""
+        before, verdict = self.verdict, await self.probe(self.tes[0].groups[0])
+        if verdict == "well" and self.error is not None:
+            self.recover()
+        elif verdict == "blocked" or verdict == before == "delayed":
+            names = " to ".join(te.sizes.place.name for te in self.tes)
+            self.fail(TransferError(f"a dummy payload from {names} was {verdict}"))
+            self._avoided_until_ns = max(self._avoided_until_ns, self._clock.now + avoid_ns)
 
     def recover(self) -> None:
         """Mark the link as well, because a transfer has succeeded."""
