@@ -205,13 +205,13 @@ class Runner:
         copies = rows * f.config.num_experts_per_tok
         return copies, min(copies, len(f.slots)), 0
 
-    async def launch_stage(
+    def launch_stage(
         self, stage: Stage, duration_ns: float, rows: int = 0, hbm_ns: float = 0.0
-    ) -> None:
+    ) -> Awaitable[None]:
         """Launch a stage's kernel on the frame, or only pass its time where the frame has no bytes."""
         kernel = partial(stage.run, self.frame) if self.pace.computes else _nothing
         operators = 0 if self.launcher is None else stage.operators
-        await self.launch(stage.name, stage.core, duration_ns, kernel, rows, hbm_ns, operators)
+        return self.launch(stage.name, stage.core, duration_ns, kernel, rows, hbm_ns, operators)
 
     async def launch(
         self,
