@@ -106,6 +106,19 @@ def test_a_step_without_samples_after_one_that_accepted_drafts(mtp: int) -> None
     assert answers[0] == answers[1]
 
 
+@pytest.mark.parametrize("timing_only", [False, True])
+@pytest.mark.parametrize("mtp", [1, 2])
+def test_rows_of_each_pass_are_made_by_a_launch_on_the_die(mtp: int, timing_only: bool) -> None:
+    settings = [f"mtp={mtp}"]
+    with LLM("tiny-random", overrides=settings, timing_only=timing_only, trace=True) as llm:
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
+        spans = [span for span in llm.engine.plan.pod.trace.spans if span.name in ("DraftRows", "Draft")]
+    spans.sort(key=lambda span: span.start_ns)
+    assert [span.name for span in spans[: 2 * mtp]] == ["DraftRows", "Draft"] * mtp
+    assert len(spans) % (2 * mtp) == 0
+    assert all(span.lane == "AIV" and span.end_ns > span.start_ns for span in spans[::2])
+
+
 def test_a_checkpoint_with_one_mtp_layer_uses_it_twice() -> None:
     with LLM("tiny-random", overrides=["mtp=2"]) as llm:
         assert llm.engine.plan.tes[0].sizes.steps.num_mtp_layers == 1

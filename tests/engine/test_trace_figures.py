@@ -45,7 +45,7 @@ MODES: dict[str, tuple[str, tuple[str, ...], bool]] = {
 APART = [mode for mode in MODES if MODES[mode][0] in ("moe-attention", "transformerless")]
 IN_ORDER = [mode for mode in APART if "dataflow" not in mode]
 TWO_TES = [mode for mode in MODES if MODES[mode][0] in ("pd", "transformerless")]
-OUTSIDE_LAYERS = {"Embed", "Norm", "Sample", "Draft", "DraftState", "MTPInput"}
+OUTSIDE_LAYERS = {"Embed", "Norm", "Sample", "Draft", "DraftState", "DraftRows", "MTPInput"}
 
 
 class Slice(NamedTuple):

@@ -82,7 +82,7 @@ MISTAKES = {
     "mtp_acceptance": [
         ("break", "continue", r"rank 0: accepted drafts, sequence \d: expected \d, yours is \d"),
         ("draft - 1", "draft", r"rank 0: accepted drafts, sequence \d: expected"),
-        ("first = row + 1 -", "first = row + 2 -", r"rank 0: accepted drafts, sequence \d: expected"),
+        ("range(stop -", "range(stop + 1 -", r"rank 0: accepted drafts, sequence \d: expected"),
     ],
     "kv_handoff": [
         (
@@ -139,8 +139,8 @@ RARE_MISTAKES = (
     ),
     (
         "mtp_acceptance",
-        "row_of[draft - 1]",
-        "(draft - 1) % len(sampled)",
+        "sampled[at]",
+        "sampled[(draft - 1) % len(sampled)]",
         "call 17: accepted drafts, sequence 1",
     ),
     ("eplb_placement", "min(swaps)", "min(swaps, key=lambda swap: swap[0])", r"call 2\d: replicas, die"),
@@ -234,7 +234,7 @@ RARE_MISTAKES = (
 
 def rewritten(exercise: Exercise, old: str = "", new: str = "") -> str:
     """The package's own function as a learner could have written it, perhaps with a mistake."""
-    source = textwrap.dedent(inspect.getsource(exercise.own))
+    source = textwrap.dedent(inspect.getsource(exercise.own)).replace("@kernel\n", "")
     assert old in source
     module = exercise.owner.partition(":")[0]
     names = f"globals().update((k, v) for k, v in vars(home).items() if k != {exercise.name!r})"

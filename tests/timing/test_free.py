@@ -8,9 +8,10 @@ import pytest
 
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.deploy.resolve import SELF_SIZING
-from xdeepserve.engine.die import sampler
+from xdeepserve.engine.die import carried, sampler
 from xdeepserve.hw.die import Die
 from xdeepserve.model import kernels
+from xdeepserve.model.kernels import drafts
 from xdeepserve.step import passes
 from xdeepserve.step.layer import ATTENTION
 from xdeepserve.step.stage import FREE, Op, Stage, free, stages
@@ -19,6 +20,7 @@ TP, EPLB = ("dies=4", "tp=2"), "experts.redundant_slots=1"
 POOLS: list[tuple[str, str, tuple[str, ...]]] = [
     *(("tiny-random", name, ()) for name in SELF_SIZING),
     *(("tiny-random", name, ("mtp=2", EPLB)) for name in ("colocated", "moe-attention")),
+    ("tiny-random", "monolithic", ("mtp=2", "execution.overlap=true")),
     ("tiny-random", "colocated", TP),
     ("tiny-random", "colocated", (*TP, "tp_mode=sp-tp-sp", "mtp=1")),
     ("tiny-random", "colocated", ("dies=4", "o_proj_tp=2")),
@@ -95,10 +97,17 @@ def test_kernels_run_in_launches_that_take_time(
             kernel = getattr(kernels, name)
             if callable(kernel) and not name.startswith("_"):
                 monkeypatch.setattr(kernels, name, noted(name, kernel))
-        monkeypatch.setattr(sampler, "sample", noted("sample", sampler.sample))
+        for home, name in (
+            (sampler, "sample"),
+            (sampler, "accept"),
+            (drafts, "first_rows"),
+            (drafts, "next_rows"),
+            (carried, "resolve"),
+        ):
+            monkeypatch.setattr(home, name, noted(name, getattr(home, name)))
         llm.generate([[7, 8, 9] * 100, [5] * 400], SamplingParams(max_tokens=4, temperature=0))
-    # The stage with the head is billed for reading logits, and FusedDispatch for a pipeline that quantises.
-    assert outside <= {"sample"} | ({"quantize_rows"} if "exchange=push" in overrides else set())
+    # The stage with the head is billed for the sampler, and FusedDispatch for a pipeline that quantises.
+    assert outside <= {"sample", "accept"} | ({"quantize_rows"} if "exchange=push" in overrides else set())
 
 
 SILENT = {"num_groups"}  # which the host asks beforehand

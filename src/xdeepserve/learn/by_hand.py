@@ -13,17 +13,17 @@ from xdeepserve.comm.distflow.spans import Span
 from xdeepserve.comm.exchange import rows
 from xdeepserve.comm.exchange.layout import Layout
 from xdeepserve.engine.balance import eplb
-from xdeepserve.engine.die import drafts, sampler
+from xdeepserve.engine.die import drafts
 from xdeepserve.engine.dp.block_table import BlockTable, Holding
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.numbers import StepNo
-from xdeepserve.engine.plans import StepPlan
 from xdeepserve.engine.ways import arithmetic
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.memory import Address
 from xdeepserve.learn.stand_in import NotYetError
 from xdeepserve.model import canonical
 from xdeepserve.model.checkpoint import Checkpoint
+from xdeepserve.model.kernels import drafts as accepting
 from xdeepserve.model.reference import Canonical, Reference
 from xdeepserve.model.weights import RECIPES
 
@@ -117,18 +117,13 @@ def copies() -> None:
 
 
 def confirmed() -> None:
-    """Call `accepted` with drafts after a prompt, of which only the last row has logits, and with an empty
+    """Call `accept` with drafts after a prompt, of which only the last row has logits, and with an empty
     step."""
-    plan = StepPlan(
-        step=StepNo(1),
-        token_ids=[1, 2, 3, 7, 8, 9],
-        seq_of=[0, 0, 0, 1, 1, 1],
-        num_drafts=[0, 2],
-        logit_rows=[2, 3, 4, 5],
-    )
+    lists = [1, 2, 3, 7, 8, 9], [0, 0, 0, 1, 1, 1], [0, 2], [2, 3, 4, 5]
     for tokens in ([5, 8, 9, 4], [5, 8, 1, 9], [8, 9, 9, 4]):
-        sampler.accepted(plan, np.array(tokens, np.int32))
-    sampler.accepted(StepPlan(step=StepNo(2)), np.zeros(0, np.int32))
+        given = [np.array(each, np.int32) for each in (*lists, tokens)]
+        accepting.accept(np.full(2, 7, np.int32), *given)
+    accepting.accept(*np.zeros((6, 0), np.int32))
 
 
 def pairs() -> None:

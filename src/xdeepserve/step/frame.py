@@ -109,12 +109,12 @@ class Frame:
     token_ids: Sequence[int] | Array  # [T]
     hidden: Array  # float32 [T or more, H]: what the last norm makes of rows; MTP goes on from there
     state_rows: Array  # int32 [T], where each row's state is in `hidden`
-    logit_rows: Sequence[int] = ()  # [R], the rows that logits are wanted of
+    logit_rows: Sequence[int] | Array = ()  # [R], the rows that logits are wanted of
     logits: Array  # float32 [R, V]
     tail: Array  # float32 [blocks, H]: states that MTP keeps from step to step
-    mended_blocks: list[int]  # of it, those that follow the rows' states in `hidden`
-    kept_rows: list[int]  # the rows whose states stay in `kept_blocks` of it
-    kept_blocks: list[int]
+    mended_blocks: Array  # int32, of it, those that follow the rows' states in `hidden`
+    kept_rows: Array  # int32, the rows whose states stay in `kept_blocks` of it
+    kept_blocks: Array
     overwritten: dict[int, Array]  # rows of `tail` that this step has overwritten, as they were
     layer: Layer  # where the rows are, or are about to be
     cache: KVCache

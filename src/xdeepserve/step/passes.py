@@ -77,7 +77,7 @@ def _keep_states(f: Frame) -> None:
     """Restore states of earlier steps from the tails of their blocks, behind this step's, and save this
     step's last ones there."""
     f.hidden[len(f.h) :] = f.tail[f.mended_blocks]
-    f.overwritten.update(zip(f.kept_blocks, f.tail[f.kept_blocks], strict=True))
+    f.overwritten.update(zip(f.kept_blocks.tolist(), f.tail[f.kept_blocks], strict=True))
     f.tail[f.kept_blocks] = f.hidden[f.kept_rows]
 
 

@@ -38,9 +38,9 @@ class CarriedRows(NamedTuple):
 
     @classmethod
     def of(cls, mem: DieMemory, plan: StepPlan) -> CarriedRows:
-        """View a step's buffers and write what the plan says of sequences and of known tokens.
+        """View a step's buffers and write what the plan says of carried sequences.
 
-        Positions, slots and block tables are in the buffers already.
+        Known tokens, positions, slots and block tables are in the buffers already.
         """
         steps, before, rows = mem.steps, plan.step - 1, plan.num_tokens
         take, seqs = mem.workspace.take, len(plan.block_tables)
@@ -56,8 +56,7 @@ class CarriedRows(NamedTuple):
             mem.result("num_accepted", before, steps.max_seqs),
             mem.result("drafts", before, steps.max_seqs, max(1, steps.mtp)),
         )
-        found.token_ids[:], found.carried_seq[:] = plan.token_ids, plan.carried_seq
-        found.carried_row[:] = plan.carried_row
+        found.carried_seq[:], found.carried_row[:] = plan.carried_seq, plan.carried_row
         return found
 
     @property
@@ -66,7 +65,11 @@ class CarriedRows(NamedTuple):
         rows, seqs, size = len(self.token_ids), len(self.carried_seq), np.dtype(np.int32).itemsize
         return size * (2 * len(OF_ROWS) * rows + rows + 2 * rows + 3 * seqs)
 
-    def resolve(self, block_size: int) -> dict[str, list[int]]:
-        """Complete the rows in HBM and return the plan's fields that were completed."""
+    def resolve(self, block_size: int) -> None:
+        """Complete the rows in HBM."""
         resolve(*self, block_size)
+
+    @property
+    def completed(self) -> dict[str, list[int]]:
+        """The plan's fields that `resolve` has completed."""
         return {name: getattr(self, name).tolist() for name in OF_ROWS}

@@ -115,8 +115,9 @@ class DieMemory:
         plan("slots", I32, steps.max_tokens)
         plan("seq_of", I32, steps.max_tokens)
         plan("block_tables", I32, steps.max_seqs, self.kv.sizes.max_blocks_per_seq)
-        if steps.plans_ahead:  # what a step hands to the next one: see carried.py
+        if steps.plans_ahead or steps.mtp:
             plan("token_ids", I32, steps.max_tokens)
+        if steps.plans_ahead:  # what a step hands to the next one: see carried.py
             plan("carried_seq", I32, steps.max_seqs)
             plan("carried_row", I32, steps.max_seqs)
         walk, parts = self.walk, [""]
@@ -187,6 +188,20 @@ class DieMemory:
         plan("logit_hidden", F32, steps.max_logit_rows, self.config.hidden_size)
         if steps.mtp:
             plan("draft_logits", F32, steps.max_seqs, self.config.vocab_size)
+            self._plan_draft_lists()
+
+    def _plan_draft_lists(self) -> None:
+        """Reserve the index lists of MTP's passes: see drafts.py."""
+        steps, plan = self.steps, self._space.plan
+        plan("next_token_ids", I32, steps.max_tokens)
+        plan("logit_rows", I32, steps.max_logit_rows)
+        for depth in range(steps.mtp):
+            plan(f"draft_rows/{depth}", I32, 5, steps.max_tokens)
+        for name in ("num_drafts", "token_after", "draft_mended"):
+            plan(name, I32, steps.max_seqs)
+        plan("draft_ends", I32, 3, steps.max_seqs)
+        plan("draft_kept", I32, 2, steps.max_seqs)
+        plan("draft_counts", I32, 4)
 
     @property
     def host_regions(self) -> list[Region]:

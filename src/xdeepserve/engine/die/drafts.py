@@ -10,11 +10,15 @@ Each depth has a KV cache of its own, also where one layer serves both. A depth-
 wrong if the draft is rejected. The next step *mends* it from a hidden state of the first depth. That state is
 left in the `tail` of the row's KV block, and travels with the block. Only the entry of a block's last row
 stays wrong, since a full block may have other users. Entries decide about drafts, never about tokens.
+
+Kernels make the rows of each depth from index lists in HBM (model/kernels/drafts.py), so that the host is not
+asked between the passes. Only the number of rows is looked at here, as sizes of buffers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +30,8 @@ from xdeepserve.engine.plans import StepPlan
 from xdeepserve.engine.walk.launcher import Launcher
 from xdeepserve.engine.walk.runner import Runner
 from xdeepserve.model.canonical import Array
+from xdeepserve.model.kernels import drafts as kernels
+from xdeepserve.model.kernels.drafts import ENDS, KEPT, MENDED, ROWS
 from xdeepserve.model.tensors import MTP, Layer, ModelWeights
 from xdeepserve.step.frame import Batch, KVCache
 from xdeepserve.step.passes import MTP_HEAD, MTP_INPUT, MTP_STATES
@@ -34,89 +40,64 @@ from xdeepserve.step.passes import MTP_HEAD, MTP_INPUT, MTP_STATES
 RunLayers = Callable[[Sequence[Layer], Sequence[KVCache], int], Awaitable[None]]
 
 
-class DraftRow(NamedTuple):
-    """Input row of an MTP depth: a hidden state and the token that follows it."""
+class DraftLists(NamedTuple):
+    """Index lists of a step in a die's memory, int32, by which kernels make the rows of MTP's passes."""
 
-    seq: int
-    state: int  # its place among the hidden states of the depth before
-    token: int  # what follows, as far ahead as the depth looks
-    position: int
-    slot: int
+    seq_of: Array  # [T]
+    positions: Array
+    slots: Array
+    next_token_ids: Array
+    num_drafts: Array  # [S]
+    token_after: Array
+    num_accepted: Array
+    logit_rows: Array  # [R]
+    sampled: Array
+    drafts: Array  # [S, K]
+    rows: list[Array]  # by depth [5, T]
+    ends: Array  # [3, S]
+    mended: Array  # [S]
+    kept: Array  # [2, S]
+    counts: Array  # [4]
 
+    @classmethod
+    def of(cls, mem: DieMemory, plan: StepPlan) -> DraftLists:
+        """View a step's buffers."""
+        take, result, mtp = mem.workspace.take, mem.result, mem.steps.mtp
+        rows, seqs, logit_rows = plan.num_tokens, len(plan.num_drafts), len(plan.logit_rows)
+        return cls(
+            take("seq_of", rows),
+            take("positions", rows),
+            take("slots", rows),
+            take("next_token_ids", rows),
+            take("num_drafts", seqs),
+            take("token_after", seqs),
+            result("num_accepted", plan.step, seqs),
+            take("logit_rows", logit_rows),
+            result("sampled", plan.step, logit_rows),
+            result("drafts", plan.step, seqs, mtp),
+            [take(f"draft_rows/{depth}", 5, rows) for depth in range(mtp)],
+            take("draft_ends", 3, seqs),
+            take("draft_mended", seqs),
+            take("draft_kept", 2, seqs),
+            take("draft_counts", 4),
+        )
 
-class DraftRows(NamedTuple):
-    """Input rows of an MTP depth; each sequence's rows are consecutive, in ascending position.
+    def write(self, plan: StepPlan) -> None:
+        """Write what only drafts need of the plan; the step's other lists are in the buffers already."""
+        self.next_token_ids[:], self.logit_rows[:] = plan.next_token_ids, plan.logit_rows
+        self.num_drafts[:], self.token_after[:] = plan.num_drafts, plan.token_after
+        self.counts[:] = 0
 
-    `ends` has the last row of each sequence that sampled a token; the next draft is made there.
-    """
+    def first_rows(self) -> tuple[Array, ...]:
+        """Return the arguments of the kernel `first_rows`."""
+        made = self.rows[0], self.ends, self.counts, self.drafts
+        rows = self.seq_of, self.positions, self.slots, self.next_token_ids
+        return *made, *rows, self.num_drafts, self.num_accepted, self.logit_rows, self.sampled
 
-    rows: list[DraftRow]
-    ends: dict[int, int]
-
-    def is_first(self, index: int) -> bool:
-        """Whether a row is the first of its sequence."""
-        return index == 0 or self.rows[index - 1].seq != self.rows[index].seq
-
-    def is_last(self, index: int) -> bool:
-        """Whether a row is the last of its sequence."""
-        return index + 1 == len(self.rows) or self.rows[index + 1].seq != self.rows[index].seq
-
-
-def first_rows(plan: StepPlan, accepted: list[int], sampled: list[int]) -> DraftRows:
-    """Build the rows of depth 1: all rows of the step except rejected drafts, whose next tokens are
-    unknown."""
-    row_of = {row: r for r, row in enumerate(plan.logit_rows)}
-    sizes = np.bincount(np.asarray(plan.seq_of, np.int64), minlength=len(plan.num_drafts)).tolist()
-    made, first = DraftRows([], {}), 0
-    for seq, num_rows in enumerate(sizes):
-        for row in range(first, first + num_rows - plan.num_drafts[seq] + accepted[seq]):
-            token = plan.next_token_ids[row]
-            if token < 0:
-                token = sampled[row_of[row]]
-                made.ends[seq] = len(made.rows)
-            made.rows.append(DraftRow(seq, row, token, plan.positions[row], plan.slots[row]))
-        first += num_rows
-    return made
-
-
-def mends(plan: StepPlan, depth_1: DraftRows, accepted: list[int], block_size: int) -> dict[int, DraftRow]:
-    """Find sequences with a wrong, writable depth-2 KV entry just before this step.
-
-    Return the step's first row of each such sequence.
-    """
-    return {
-        row.seq: row
-        for index, row in enumerate(depth_1.rows)
-        if depth_1.is_first(index)
-        and plan.num_drafts[row.seq]
-        and not accepted[row.seq]
-        and row.slot % block_size
-    }
-
-
-def next_rows(
-    plan: StepPlan, depth_1: DraftRows, drafts: list[int], mended: dict[int, DraftRow]
-) -> DraftRows:
-    """Build the rows of depth 2 from depth 1's rows and drafts [sequences].
-
-    The states of `mended` rows follow the states of depth 1.
-    """
-    made = DraftRows([], {})
-    tail_of = {seq: len(depth_1.rows) + number for number, seq in enumerate(mended)}
-    for index, row in enumerate(depth_1.rows):
-        seq = row.seq
-        if depth_1.is_first(index) and seq in mended:
-            made.rows.append(DraftRow(seq, tail_of[seq], row.token, row.position - 1, row.slot - 1))
-        if not depth_1.is_last(index):
-            token = depth_1.rows[index + 1].token
-        elif seq in depth_1.ends:
-            token = drafts[seq]
-            made.ends[seq] = len(made.rows)
-        else:
-            token = plan.token_after[seq]
-        if token >= 0:
-            made.rows.append(row._replace(state=index, token=token))
-    return made
+    def next_rows(self) -> tuple[Array, ...]:
+        """Return the arguments of the kernel `next_rows`, without the size of KV blocks."""
+        made = self.rows[1], self.ends, self.mended, self.kept, self.counts
+        return *made, self.rows[0], self.drafts, self.token_after, self.num_drafts, self.num_accepted
 
 
 def rows_before(overwritten: dict[int, dict[int, Array]], step: StepNo) -> dict[int, Array]:
@@ -148,6 +129,11 @@ class Drafter:
         # Rows of `tail` that the latest steps have overwritten, as they were: by step and block.
         self.overwritten: dict[int, dict[int, Array]] = {}
 
+    def begin(self, plan: StepPlan) -> None:
+        """Begin a step: write the index lists that its kernels need."""
+        self.lists = DraftLists.of(self.mem, plan)
+        self.lists.write(plan)
+
     async def propose(
         self,
         plan: StepPlan,
@@ -161,52 +147,49 @@ class Drafter:
 
         The exchanges of these passes have event IDs from `first_event` on.
         """
-        result = self.mem.result
-        found = result("num_accepted", plan.step, len(plan.num_drafts)).tolist()
-        # A step that samples nothing leaves there what was there.
-        accepted = [a if d else 0 for a, d in zip(found, plan.num_drafts, strict=True)]
-        sampled = result("sampled", plan.step, len(plan.logit_rows)).tolist()
-        drafts = result("drafts", plan.step, len(plan.num_drafts), self.num_drafts)
-        drafts[:] = -1
-        rows = first_rows(plan, accepted, sampled)
+        lists = self.lists
+        await self._launch(kernels.first_rows, lists.first_rows(), plan.num_tokens)
         for depth, mtp in enumerate(self.layers):
             if launcher is not None:
                 await launcher.next_graph()
-            await self._embed(mtp, rows, batch.block_tables)
+            num_rows = int(lists.counts[ROWS])
+            await self._embed(mtp, lists.rows[depth][:, :num_rows], batch.block_tables)
             event = first_event + depth * (mtp.layer.moe is not None)
             await run_layers([mtp.layer], [self.caches[depth]], event)
-            await self._draw(plan, depth, rows, drafts, accepted)
+            await self._draw(plan, depth, lists)
             if depth + 1 < self.num_drafts:
-                mended = mends(plan, rows, accepted, self.mem.kv.sizes.block_size)
-                await self._keep_states(plan.step, rows, mended)
-                rows = next_rows(plan, rows, drafts[:, depth].tolist(), mended)
+                block_size = self.mem.kv.sizes.block_size
+                await self._launch(kernels.next_rows, lists.next_rows(), plan.num_tokens, block_size)
+                await self._keep_states(plan.step, num_rows, lists)
 
-    async def _embed(self, mtp: MTP, made: DraftRows, tables: Array) -> None:
-        """Begin a pass: project the tokens and states of its rows to what its layer reads [T, H]."""
-        frame, count = self.frame, len(made.rows)
-        h = self.mem.workspace.take("h", count, self.mem.config.hidden_size)
-        seq, frame.state_rows, token, position, slot = (
-            np.array(made.rows, np.int32).reshape(count, 5).T.copy()
-        )
+    async def _launch(
+        self, kernel: Callable[..., None], lists: Sequence[Array], num_rows: int, *sizes: int
+    ) -> None:
+        """Launch a kernel that makes the rows of a pass; each of its lists is read or written once."""
+        if num_rows:
+            duration_ns = self.runner.die.spec.kernel_ns(0, sum(each.nbytes for each in lists), "aiv")
+            await self.runner.launch(
+                "DraftRows", "aiv", duration_ns, partial(kernel, *lists, *sizes), num_rows
+            )
+
+    async def _embed(self, mtp: MTP, rows: Array, tables: Array) -> None:
+        """Begin a pass: project the tokens and states of its rows [5, T] to what its layer reads [T, H]."""
+        frame, (seq, frame.state_rows, token, position, slot) = self.frame, rows
+        h = self.mem.workspace.take("h", rows.shape[1], self.mem.config.hidden_size)
         frame.begin_pass(mtp, mtp.layer, h, Batch.of(position, slot, seq, tables), token)
         await self.runner.run(MTP_INPUT)
 
-    async def _draw(
-        self, plan: StepPlan, depth: int, made: DraftRows, drafts: Array, accepted: list[int]
-    ) -> None:
+    async def _draw(self, plan: StepPlan, depth: int, lists: DraftLists) -> None:
         """Sample a draft for each sequence that has sampled a token."""
-        frame, ends = self.frame, made.ends
-        frame.logit_rows = list(ends.values())
-        frame.logits = self.mem.workspace.take("draft_logits", len(ends), self.mem.config.vocab_size)
+        count = int(lists.counts[ENDS])
+        frame, (ends, seqs, logit_rows) = self.frame, lists.ends[:, :count]
+        frame.logit_rows = ends
+        frame.logits = self.mem.workspace.take("draft_logits", count, self.mem.config.vocab_size)
         await self.runner.run(MTP_HEAD)
-        if not ends:
-            return
-        last = {plan.seq_of[row]: r for r, row in enumerate(plan.logit_rows)}
-        # The rows that the sequences' last tokens were sampled from.
-        logit_rows = [last[seq] - plan.num_drafts[seq] + accepted[seq] for seq in ends]
-        proposed = np.empty(len(ends), np.int32)
-        self.chooser.draw(proposed, frame.logits, plan, logit_rows, ahead=2 + depth)
-        drafts[list(ends), depth] = proposed
+        if count:
+            proposed = np.empty(count, np.int32)
+            self.chooser.draw(proposed, frame.logits, plan, logit_rows.tolist(), ahead=2 + depth)
+            lists.drafts[seqs, depth] = proposed
 
     def undo(self, step: StepNo) -> None:
         """Restore the rows of `tail` that steps from number `step` on have overwritten."""
@@ -214,16 +197,16 @@ class Drafter:
             self.mem.kv.tail[block] = row
         self.overwritten = {number: rows for number, rows in self.overwritten.items() if number < step}
 
-    async def _keep_states(self, step: StepNo, made: DraftRows, mended: dict[int, DraftRow]) -> None:
+    async def _keep_states(self, step: StepNo, num_rows: int, lists: DraftLists) -> None:
         """Collect the hidden states of the next depth [rows + mended, H]; keep each sequence's last state in
         its block."""
-        frame, rows = self.frame, made.rows
-        size, frame.tail = self.mem.kv.sizes.block_size, self.mem.kv.tail
+        frame, count = self.frame, lists.counts.tolist()
+        frame.tail = self.mem.kv.tail
         # Every row to be mended stands for a rejected draft, so that there is room for all.
-        frame.hidden = self.mem.workspace.take("hidden", len(rows) + len(mended), self.mem.config.hidden_size)
-        frame.mended_blocks = [row.slot // size for row in mended.values()]
-        frame.kept_rows = [index for index in range(len(rows)) if made.is_last(index)]
-        frame.kept_blocks = [rows[index].slot // size for index in frame.kept_rows]
+        size = num_rows + count[MENDED], self.mem.config.hidden_size
+        frame.hidden = self.mem.workspace.take("hidden", *size)
+        frame.mended_blocks = lists.mended[: count[MENDED]]
+        frame.kept_rows, frame.kept_blocks = lists.kept[:, : count[KEPT]]
         frame.overwritten = {}
         latest = {number: rows for number, rows in self.overwritten.items() if number == step - 1}
         self.overwritten = {**latest, step: frame.overwritten}  # two steps at most are under way

@@ -262,7 +262,7 @@ class ExpertProgram:
         frame.receive(received.payload, received.scale, received.expert_idx, out)
         num_routed = len(received) - num_shared
         price = self.price(num_routed, num_shared, billed(num_routed), layer)
-        await runner.launch(stage.name, stage.core, price, partial(stage.run, frame))
+        await runner.launch_stage(stage, price)
         await runner.pace.settle()
 
     def price(self, num_routed: int, num_shared: int, billed: float, layer: int) -> float:

@@ -257,10 +257,10 @@ class Executor:
         if all(seq < 0 for seq in plan.carried_seq):
             return plan
         rows = CarriedRows.of(self.mem, plan)
-        await self.runner.launch(
-            "Resolve", "aiv", self.die.spec.kernel_ns(0, rows.nbytes, "aiv"), rows=plan.num_tokens
-        )
-        return msgspec.structs.replace(plan, **rows.resolve(self.mem.kv.sizes.block_size))
+        kernel = partial(rows.resolve, self.mem.kv.sizes.block_size)
+        duration_ns = self.die.spec.kernel_ns(0, rows.nbytes, "aiv")
+        await self.runner.launch("Resolve", "aiv", duration_ns, kernel, plan.num_tokens)
+        return msgspec.structs.replace(plan, **rows.completed)
 
     def result(self, name: str, *shape: int) -> Array:
         """Return a result buffer of the current step, which the host reads after the step."""
@@ -308,6 +308,10 @@ class Executor:
         positions, slots, seq_of = (take(name, rows) for name in ("positions", "slots", "seq_of"))
         tables = take("block_tables", len(plan.block_tables), self.mem.kv.sizes.max_blocks_per_seq)
         positions[:], slots[:], seq_of[:] = plan.positions, plan.slots, plan.seq_of
+        if "token_ids" in self.ws:
+            take("token_ids", rows)[:] = plan.token_ids
+        if self.drafter is not None:
+            self.drafter.begin(plan)
         for row, table in zip(tables, plan.block_tables, strict=True):
             row[: len(table)] = table
         return positions, slots, seq_of, tables

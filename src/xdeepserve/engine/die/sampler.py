@@ -15,6 +15,7 @@ from xdeepserve.errors import RequestError, XDeepServeError
 from xdeepserve.model import sampling
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.kernels import sample
+from xdeepserve.model.kernels.drafts import accept
 
 
 class Chooser(Protocol):
@@ -58,7 +59,17 @@ class Sampler:
                     self._report_row(plan, logits, sampled, row, count)
                 except Exception as error:
                     self._blame(row, error)
-        result("num_accepted", plan.step, len(plan.num_drafts))[:] = accepted(plan, sampled)
+        self._accept(plan, sampled)
+
+    def _accept(self, plan: StepPlan, sampled: Array) -> None:
+        """Write each sequence's number of accepted drafts, from the step's index lists in HBM."""
+        take, rows, seqs = self.mem.workspace.take, plan.num_tokens, len(plan.num_drafts)
+        num_accepted = self.mem.result("num_accepted", plan.step, seqs)
+        if not self.mem.steps.mtp:
+            num_accepted[:] = 0
+            return
+        lists = take("token_ids", rows), take("seq_of", rows), take("num_drafts", seqs)
+        accept(num_accepted, *lists, take("logit_rows", len(sampled)), sampled)
 
     def _edited(self, plan: StepPlan, logits: Array) -> Array:
         """Return the logits for drawing tokens; a changed copy if the plan edits any row."""
@@ -149,20 +160,3 @@ def columns(plans: Sequence[tuple[StepPlan, Sequence[int]]], ahead: int) -> Colu
         np.array([plan.choice[row] for plan, row in found], np.uint64),
         np.array([plan.positions[plan.logit_rows[row]] + ahead for plan, row in found], np.uint64),
     )
-
-
-def accepted(plan: StepPlan, sampled: Array) -> list[int]:
-    """Count each sequence's leading drafts that equal the tokens sampled by the main model."""
-    result = [0] * len(plan.num_drafts)
-    if not any(plan.num_drafts):
-        return result
-    row_of = {row: r for r, row in enumerate(plan.logit_rows)}
-    for row, seq in enumerate(plan.seq_of):
-        is_last = row + 1 == plan.num_tokens or plan.seq_of[row + 1] != seq
-        if is_last:
-            first = row + 1 - plan.num_drafts[seq]
-            for draft in range(first, row + 1):
-                if sampled[row_of[draft - 1]] != plan.token_ids[draft]:
-                    break
-                result[seq] += 1
-    return result

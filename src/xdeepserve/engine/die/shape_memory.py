@@ -31,6 +31,8 @@ from xdeepserve.step.frame import KVCache
 # Index lists of a step and its results: few bytes, and the host's scheduler lives on them.
 REAL = frozenset(
     {"positions", "slots", "seq_of", "block_tables", "token_ids", "carried_seq", "carried_row"}
+    | {"next_token_ids", "logit_rows", "num_drafts", "token_after"}
+    | {"draft_rows/0", "draft_rows/1", "draft_ends", "draft_mended", "draft_kept", "draft_counts"}
     | {f"{name}/{index}" for name in ("sampled", "num_accepted", "drafts") for index in (0, 1)}
 )
 BYTES_OF_PIECE = 32  # by which a piece of a KV block is represented, so that transfers have something to move

@@ -25,7 +25,9 @@ MAX_KEPT = 1 << 12  # prices that are kept: the same counts come again in layers
 
 
 class Pace(Protocol):
-    """How a die's kernels take their virtual time: computing or waiting alone."""
+    """How a die's kernels take their virtual time: `computes` says whether stages have bytes to work on."""
+
+    computes: bool
 
     def spend(
         self,
@@ -50,6 +52,8 @@ class Computing:
 
     With `shares_hbm` more time passes while another stream uses HBM, too.
     """
+
+    computes = True
 
     def __init__(self, die: Die, shares_hbm: bool = False) -> None:
         self.die, self.shares_hbm = die, shares_hbm
@@ -87,6 +91,10 @@ def with_shared(topk_weights: Array) -> Array:
 def all_cores(core: Core) -> int | None:
     """Return None: a kernel uses every core of its kind."""
     return None
+
+
+def _nothing() -> None:
+    """Do nothing, in place of a kernel that only takes time."""
 
 
 class Price(NamedTuple):
@@ -154,8 +162,7 @@ class Runner:
         copies = self._copies(stage, rows) if stage.name == "Experts" else (0, 0, 0)
         read = (f.batch.context, f.batch.kv_tokens) if stage.attends else (0, 0)
         price = self._price(stage, f.layer, Counts(rows, *read, *copies))
-        run, operators = partial(stage.run, f), 0 if self.launcher is None else stage.operators
-        await self.launch(stage.name, stage.core, price.ns, run, rows, price.hbm_ns, operators)
+        await self.launch_stage(stage, price.ns, rows, price.hbm_ns)
 
     def _rows(self, stage: Stage) -> int:
         f = self.frame
@@ -198,12 +205,20 @@ class Runner:
         copies = rows * f.config.num_experts_per_tok
         return copies, min(copies, len(f.slots)), 0
 
+    def launch_stage(
+        self, stage: Stage, duration_ns: float, rows: int = 0, hbm_ns: float = 0.0
+    ) -> Awaitable[None]:
+        """Launch a stage's kernel on the frame, or only pass its time where the frame has no bytes."""
+        kernel = partial(stage.run, self.frame) if self.pace.computes else _nothing
+        operators = 0 if self.launcher is None else stage.operators
+        return self.launch(stage.name, stage.core, duration_ns, kernel, rows, hbm_ns, operators)
+
     async def launch(
         self,
         name: str,
         core: Core,
         duration_ns: float,
-        kernel: Callable[[], None] = lambda: None,
+        kernel: Callable[[], None] = _nothing,
         rows: int = 0,
         hbm_ns: float = 0.0,
         operators: int = 1,

@@ -15,12 +15,14 @@ from xdeepserve.hw.spec import Core
 
 
 class Timeline:
-    """Pace of a die program, or of one of its microbatches, that runs no kernels.
+    """Pace of a die program, or of one of its microbatches, whose stages only take time.
 
     `spent_ns` adds up by stage or exchange, waiting included. With `takes_turns` it shares the die's cores
     with another timeline and waits while the other uses them. With `shares_hbm` kernels of both share the HBM
     bandwidth.
     """
+
+    computes = False
 
     def __init__(self, die: Die, takes_turns: bool = False, shares_hbm: bool = False) -> None:
         self.die, self.takes_turns, self.shares_hbm = die, takes_turns, shares_hbm
@@ -37,7 +39,8 @@ class Timeline:
         args: dict[str, Any],
         hbm_ns: float,
     ) -> None:
-        """Spend the time of a stage, from the program's position on."""
+        """Spend the time of a launch, from the program's position on; kernels on index lists run at once."""
+        kernel()
         if self.shares_hbm and duration_ns:
             start = await self.catch_up()
             await self.die.hbm.end(self.die.hbm.begin(round(duration_ns), hbm_ns))

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from xdeepserve.engine.plans import StepPlan
 from xdeepserve.model.canonical import Array
 
 
-def accepted(plan: StepPlan, sampled: Array) -> list[int]:
+def accept(
+    num_accepted: Array,
+    token_ids: Array,
+    seq_of: Array,
+    num_drafts: Array,
+    logit_rows: Array,
+    sampled: Array,
+) -> None:
     """Count for each sequence the drafts, from the first on, that the main model samples there too.
 
-    By row: plan.token_ids, plan.seq_of; plan.num_tokens rows in all. By sequence: plan.num_drafts, how many
-    of its last rows are drafts. plan.logit_rows: the rows whose logits were computed, ascending; sampled
-    int32 has for each of these the token that follows the row. The row before each draft is one of them.
+    The counts go to num_accepted, where those of an earlier step still stand. All arrays are int32. By row:
+    token_ids, and seq_of, ascending. By sequence: num_accepted, and num_drafts, how many of its last rows are
+    drafts. logit_rows: the rows whose logits were computed, ascending; sampled has the token that follows
+    each of them. The row before each draft is one of them.
     """
     raise NotImplementedError

@@ -19,6 +19,7 @@ change the order in which one output is summed.
     mla, mla_products      attention; mla_prefill: of many rows, on a matrix unit
     moe                    gate, grouping, combine
     sampling               tokens from logits
+    carried, drafts        index lists: of steps planned ahead, of MTP's passes
 """
 
 from xdeepserve.model.kernels.gemm import (
