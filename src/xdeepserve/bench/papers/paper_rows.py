@@ -148,14 +148,17 @@ def microbatches(cost: LayerCost | None = None) -> Iterator[Row]:
 
 
 def prefill(cost: PrefillCost | None = None) -> list[Row]:
-    """Compute CM Table 2 with even experts, and the gain of microbatches (5.4.1, Figure 21)."""
+    """Compute CM Table 2 with even experts, and the gain of microbatches (5.4.1, Figure 21) by the length of
+    prompts."""
     cost = cost or PrefillCost(resolve_model(MODEL).config)
-    gain = cost.layer_ns(microbatches=False) / cost.layer_ns()
-    return [
-        Row("cm.t2/perfect EPLB", cost.throughput(), "tok/s", "calibrated"),
-        Row("cm.mb.prefill", gain, "x", "predicted"),
-        Row("cm.mb.prefill.layer", 100 * (1 - 1 / gain), "%", "predicted"),
-    ]
+    rows = [Row("cm.t2/perfect EPLB", cost.throughput(), "tok/s", "calibrated")]
+    for prompt in PROMPTS:
+        of_length = msgspec.structs.replace(cost, prompt=prompt)
+        gain = of_length.layer_ns(microbatches=False) / of_length.layer_ns()
+        rows.append(Row(f"cm.mb.prefill/prompt={prompt}", gain, "x", "predicted"))
+        if prompt == cost.prompt:
+            rows.append(Row("cm.mb.prefill.layer", 100 * (1 - 1 / gain), "%", "predicted"))
+    return rows
 
 
 def prefill_by_length() -> list[Row]:

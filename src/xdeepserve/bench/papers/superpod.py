@@ -117,9 +117,12 @@ def formulas(cost: LayerCost) -> list[Row]:
     half = Load(requests=24, rows=2, context=4096)
     for number, ns in enumerate(cost.streams_ns(half, EP320, pipelines.CM_SPLIT)):
         result.append((f"cm.streams/stream{number}", ns / 1000, "us"))
-    for name, rows in (("with", 2), ("without", 1)):
-        layer = cost.microbatched_ns(Load(requests=48, rows=rows, context=4096), EP320)
-        result.append((f"cm.mtp.layer/{name}", layer / 1000, "us"))
+    drafted, without = (
+        cost.microbatched_ns(Load(requests=48, rows=rows, context=4096), EP320) for rows in (2, 1)
+    )
+    result.append(("cm.mtp.layer/with", drafted / 1000, "us"))
+    result.append(("cm.mtp.layer/without", without / 1000, "us"))
+    result.append(("cm.mtp.layer/increase", 100 * (drafted / without - 1), "%"))
     return [Row(name, value, unit, "calibrated") for name, value, unit in result]
 
 
