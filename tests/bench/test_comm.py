@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from xdeepserve.bench.papers import comm, sizes
-from xdeepserve.bench.report import Row, print_rows, published
+from xdeepserve.bench.report import Row, print_rows, print_summary, published
 from xdeepserve.cli import main
 from xdeepserve.comm.cost import OPS, CommCost, Way, expected_maximum
 from xdeepserve.comm.p2p.layout import RingLayout
@@ -161,6 +161,22 @@ def test_exchanges_by_formula_and_simulated_agree(ep: int, batch: int, way: Way)
     cost = CommCost(way=way)
     for op, time in zip(OPS, comm.simulate_exchange(way, ep, batch, comm.SHRINK), strict=True):
         assert time == pytest.approx(cost.exchange_ns(op, ep, batch, 8), rel=0.10)
+
+
+def test_trampolines_win_with_few_attention_cores_and_lose_with_many(
+    rows: dict[str, Row], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """XDS 3.3 says so of few; each number of cores is in the table, whichever side wins."""
+    gains = {cores: rows[f"trampoline/gain/a2e/attention_aiv={cores}"] for cores in comm.ATTENTION_CORES}
+    values = [row.value for row in gains.values()]
+    assert values == sorted(values, reverse=True)
+    assert gains[2].value > gains[4].value > 1 > gains[48].value
+    size = f"attention_aiv=2/copies={sizes.A2E_COPIES}/hidden={sizes.HIDDEN}"
+    naive, through = (rows[f"{way}/a2e/{size}"].value for way in ("naive", "trampoline"))
+    assert gains[2].value == pytest.approx(naive / through)
+    print_summary([*gains.values()])
+    shown = capsys.readouterr().out
+    assert all(f"{row.value:.2f} x  a2e/attention_aiv={cores}" in shown for cores, row in gains.items())
 
 
 def test_shrunk_tokens_take_the_same_time() -> None:

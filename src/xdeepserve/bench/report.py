@@ -173,6 +173,9 @@ def print_summary(rows: Sequence[Row]) -> None:
         print(f"    {MEANINGS.get(group, 'See the rows.')}")
         if len(some) == 1:
             print(f"    {some[0].value:.2f} {some[0].unit}  {some[0].note}".rstrip())
+        elif group.endswith("/gain"):
+            for row in some:
+                print(f"    {row.value:.2f} {row.unit}  {row.name.removeprefix(f'{group}/')}")
 
 
 def group_of(name: str) -> str:
