@@ -24,6 +24,7 @@ from xdeepserve.comm.p2p.layout import RING_FIELD, RingLayout
 from xdeepserve.hw.spec import Spec
 from xdeepserve.hw.topology import Topology, num_switches, utilisation
 from xdeepserve.model.presets import resolve_model
+from xdeepserve.model.weights import weight_specs
 from xdeepserve.prices.formula import EP320, ExpertDies, LayerCost, Load, PrefillCost
 
 # A grouped INT8 GEMM on the cube cores of a die, tile by tile (CM Table 9).
@@ -177,6 +178,15 @@ def fields_and_pairs() -> Iterator[Row]:
     sizes = RingLayout(num_ranks=num_dies, num_cores=Spec().num_cores("aiv")).region_nbytes
     yield Row("xds.meta.fields", (sizes["tails"] + sizes["acks"]) / RING_FIELD.size, "", "measured")
     yield Row("xds.hw.pairs", num_dies * (num_dies - 1) / 2, "", "measured")
+
+
+def parameters() -> Iterator[Row]:
+    """Count the share of DeepSeek-R1's parameters that experts have, routed and shared (XDS 4.7)."""
+    config = resolve_model(MODEL).config
+    specs = weight_specs(config, "bf16", 1, num_experts=config.n_routed_experts, num_mtp=0)
+    counts = {name: math.prod(spec.shape) for name, spec in specs.items()}
+    experts = sum(count for name, count in counts.items() if ".experts." in name or ".shared." in name)
+    yield Row("xds.int8.moe_share", 100 * experts / sum(counts.values()), "%", "measured")
 
 
 def ports() -> Iterator[Row]:
