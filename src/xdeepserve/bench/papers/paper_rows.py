@@ -17,7 +17,7 @@ from xdeepserve.bench.papers.sizes import (
     MODEL,
     TOP_K,
 )
-from xdeepserve.bench.papers.superpod import BATCH_288, CONTEXT, GAP_MS, XDS_ACCEPTANCE
+from xdeepserve.bench.papers.superpod import BATCH_288, CONTEXT, XDS_ACCEPTANCE, gap_ms
 from xdeepserve.bench.report import Kind, Row
 from xdeepserve.comm.cost import OPS, CommCost
 from xdeepserve.comm.p2p.layout import RING_FIELD, RingLayout
@@ -90,13 +90,14 @@ def gemms(spec: Spec | None = None) -> Iterator[Row]:
         yield Row(f"cm.t9/bandwidth/{name}", gemm.nbytes / gemm.seconds(spec) / 1e9, "GB/s", kind)
 
 
-def bandwidths() -> Iterator[Row]:
+def bandwidths(cost: CommCost | None = None) -> Iterator[Row]:
     """Compute the bandwidths of CM Table 6: bytes of a rank's messages over the latency. Published bandwidths
     times latencies are some 5 % more bytes than 1,024 messages of the sizes in CM 4.2.1; the paper does not
     explain the rest."""
+    cost = cost or CommCost(way="push")
     for op, nbytes in zip(OPS, (DISPATCH_NBYTES, COMBINE_NBYTES), strict=True):
         for ep in EP_SIZES:
-            seconds = CommCost(way="push").exchange_ns(op, ep, TABLE_6_BATCH, TOP_K) / 1e9
+            seconds = cost.exchange_ns(op, ep, TABLE_6_BATCH, TOP_K) / 1e9
             kind: Kind = "calibrated" if ep in FITTED_EP_SIZES else "predicted"
             rate = TABLE_6_BATCH * TOP_K * nbytes / seconds / 1e9
             yield Row(f"cm.t6/bandwidth/{op}/ep={ep}", rate, "GB/s", kind)
@@ -134,7 +135,7 @@ def latency_by_drafts(cost: LayerCost | None = None) -> Iterator[Row]:
     for batch, name in ((SMALLEST_BATCH, "xds.mtp.latency"), (BATCH_288, f"mtp/latency/batch={BATCH_288}")):
         without, drafted = (
             cost.iteration_ns(Load(requests=batch, rows=rows, context=CONTEXT), EP288, microbatches=False)
-            + GAP_MS * 1e6
+            + gap_ms(cost.spec) * 1e6
             for rows in (1, 2)
         )
         yield Row(name, 100 * (1 - drafted / (1 + XDS_ACCEPTANCE) / without), "%", "predicted")
@@ -196,8 +197,8 @@ def ports() -> Iterator[Row]:
         yield Row(f"cm.t10/utilisation/nodes={servers}", 100 * utilisation(servers), "%", "predicted")
 
 
-def storage() -> Iterator[Row]:
+def storage(spec: Spec | None = None) -> Iterator[Row]:
     """Compute the time of a model from the object store, at the bandwidth that CM Table 1 implies (CM
     4.4.3)."""
-    minutes = WEIGHTS_GB * 1e9 / Spec().storage_bandwidth.value / 60
+    minutes = WEIGHTS_GB * 1e9 / (spec or Spec()).storage_bandwidth.value / 60
     yield Row("cm.obs", minutes, "min", "calibrated")
