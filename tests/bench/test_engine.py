@@ -2,6 +2,7 @@
 
 import functools
 
+import msgspec
 import pytest
 
 from xdeepserve.bench.papers import acceptance, engine, pd
@@ -82,7 +83,15 @@ def test_replicas_of_hot_experts_even_out_the_dies() -> None:
 
 
 def test_jitter_is_visible_at_the_first_dispatch_and_each_cure_helps() -> None:
-    rows = values(engine.jitter(num_steps=300))
+    found = engine.jitter(num_steps=300)
+    notes = {row.name.split("/")[2]: row.note for row in found}
+    assert notes == {
+        "controlled": "",
+        "no-core-pinning": "assumed: preemption = 20 ms, 5 % of launches",
+        "no-cached-graphs": "assumed: guard_checks = 5 ms",
+        "automatic-gc": "assumed: gc_pause = 100 ms, once in 256 steps",
+    }
+    rows = values(found)
     for what in ("p99", "max"):
         controlled = rows.pop(f"jitter/controlled/first_dispatch_{what}")
         assert all(value > controlled for name, value in rows.items() if name.endswith(what))
@@ -92,6 +101,7 @@ def test_jitter_is_visible_at_the_first_dispatch_and_each_cure_helps() -> None:
 def test_decode_balance_beats_round_robin() -> None:
     # Fewer requests have been served before the groups are full, and full groups are what it is about.
     rows = values(engine.decode(num_requests=240, seeds=(3,)))
+    assert {*engine.DECODE} == {"kv_spread", "p99_ttst", "p99_tpot"}
     for what in engine.DECODE:
         kv, in_turn, blind = (rows[f"decode/{way}/{what}"] for way in ("kv", "next-open", "round-robin"))
         assert blind > 1.1 * kv
@@ -104,6 +114,18 @@ def test_decode_balance_beats_round_robin() -> None:
     assert rows["decode/gain/over_next-open/p99_tpot"] < rows["decode/gain/over_round-robin/p99_tpot"]
     assert rows["decode/light_load/gain/over_next-open/kv_spread"] > 1.2
     assert rows["decode/light_load/gain/over_next-open/p99_tpot"] == pytest.approx(1, abs=0.05)
+
+
+def test_a_second_token_comes_between_the_first_and_the_last() -> None:
+    work = engine.workload(12, rate=40, prompts=(64, 512), outputs=(4, 9), seed=1)
+    deployment = msgspec.structs.replace(engine.colocated(engine.DECODING), mtp=0)
+    result = engine.serve(deployment, work, engine.with_layers(4))
+    assert len(result.ttst_ns) == len(work)
+    for second, metrics in zip(result.ttst_ns, result.metrics, strict=True):
+        assert metrics.ttft_ns is not None
+        assert metrics.e2e_ns is not None
+        assert metrics.ttft_ns < second < metrics.e2e_ns
+    assert result.p99_ttst_ms() <= max(result.ttst_ns) / 1e6
 
 
 def test_routes_by_cost_find_more_cached_prefixes() -> None:

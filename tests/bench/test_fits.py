@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.samples import check_all
-from xdeepserve.bench.papers import fits
+from xdeepserve.bench.papers import every_value, fits
 from xdeepserve.bench.report import Row
 from xdeepserve.cli import main
 from xdeepserve.hw.spec import Spec
@@ -81,3 +81,16 @@ def test_what_does_not_go_with_it(other: list[str], capsys: pytest.CaptureFixtur
     assert f"{other[0]} does not go with it" in capsys.readouterr().err
     assert main(["bench", "papers", "--fits", "--ablations"]) == 2
     assert "choose one" in capsys.readouterr().err
+
+
+def test_what_is_left_out_of_a_fit_is_a_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a table that the numbers were fitted to, from the rest; their errors are those of --fits."""
+    some = {name: fits.all_fits()[name] for name in ("context caching", "ping-pong")}
+    monkeypatch.setattr(fits, "all_fits", lambda: some)
+    errors = {one.table: one.largest for one in fits.all_left_out()}
+    caching, ping_pong = (list(fits.left_out_rows(paper)) for paper in ("cm", "ms"))
+    assert [row.name for row in ping_pong] == ["ms.pp.m23/DBRX/fit=others"]  # no other one was fitted to
+    assert len(caching) == 4
+    for rows, table in ((caching, "CM Figure 23"), (ping_pong, "MS 7.4, DBRX")):
+        assert {every_value.how(row) for row in rows} == {every_value.LEFT_OUT}
+        assert max(abs(row.error_pct or 0.0) for row in rows) == pytest.approx(errors[table])

@@ -18,7 +18,7 @@ def test_there_are_many_each_once_and_each_of_a_paper() -> None:
     assert max(Counter(trend.id for trend in TRENDS).values()) == 1
     assert {paper_of(trend.id) for trend in TRENDS} <= set(PAPERS)
     assert {trend.rows for trend in TRENDS} == set(trends.ROWS)
-    assert sum(bool(trend.why) for trend in TRENDS) == 5
+    assert sum(bool(trend.why) for trend in TRENDS) == 6
 
 
 def check(trend: Trend) -> None:

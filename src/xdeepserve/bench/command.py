@@ -84,7 +84,7 @@ SUITES = {
     "papers": Suite(
         "every value that the papers publish: ours beside it, or why there is none; minutes",
         "papers.every_value",
-        ("paper", "plot", "trends", "fits", "ablations"),
+        ("paper", "plot", "trends", "fits", "ablations", "constants"),
     ),
     "kernels": Suite(
         "wall time of each kernel beside this computer's limits, NumPy and PyTorch; minutes", "wall.kernels"
@@ -105,7 +105,7 @@ SUITES = {
 }
 # Options that ask for other rows than the suite's, and for tables: the modules that have them.
 ROWS_INSTEAD = {"ranks": "wall.ranks", "steps": "wall.superpod_steps"}
-TABLES_INSTEAD = {"trends": "papers.trends", "fits": "papers.fits", "ablations": "papers.ablations"}
+TABLES_INSTEAD = {name: f"papers.{name}" for name in ("trends", "fits", "ablations", "constants")}
 INSTEAD = ROWS_INSTEAD | TABLES_INSTEAD
 OPTIONS: dict[str, dict[str, Any]] = {
     "model": {"metavar": "M", "help": "as for generate; default tiny"},
@@ -144,6 +144,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ablations": {
         "action": "store_true",
         "help": "instead, which rows each mechanism of the timing model changes, by switching it off",
+    },
+    "constants": {
+        "action": "store_true",
+        "help": "instead, on which constants each row of a formula depends, and by how much; with --full of "
+        "simulated pods, too (a quarter of an hour)",
     },
     "plot": {"type": Path, "metavar": "FILE", "help": "draw it as well (needs matplotlib)"},
     "ranks": {
@@ -193,7 +198,7 @@ def run(args: argparse.Namespace) -> int:
     place = SUITES[args.suite].module if instead is None else INSTEAD[instead]
     module, given = importlib.import_module(f"xdeepserve.bench.{place}"), _given(args)
     if instead in TABLES_INSTEAD:
-        module.tell(args.json, **given)
+        module.tell(args.json, **given, **({"is_full": args.full} if instead == "constants" else {}))
         return 0
     name = args.suite if instead is None else place.rpartition(".")[2]
     rows: list[Row] = []
@@ -230,11 +235,12 @@ def _check(args: argparse.Namespace) -> None:
         check_writable(args.map, "--map")
     if args.trends and (args.plot is not None or args.full):
         raise InputError("--trends has no numbers: neither --plot nor --full goes with it")
-    if args.fits and args.ablations:
-        raise InputError("--fits and --ablations are two tables: choose one")
-    for other in ("trends", "plot", "full", "paper"):
-        for table in ("fits", "ablations"):
-            if getattr(args, table) and getattr(args, other) not in (None, False):
+    tables = [table for table in ("fits", "ablations", "constants") if getattr(args, table)]
+    if len(tables) > 1:
+        raise InputError(f"--{tables[0]} and --{tables[1]} are two tables: choose one")
+    for table in tables:
+        for other in ("trends", "plot", "full", "paper"):
+            if getattr(args, other) not in (None, False) and (table, other) != ("constants", "full"):
                 raise InputError(f"--{table} is of all papers: --{other} does not go with it")
     _check_plan(args)
     if args.trace is not None:

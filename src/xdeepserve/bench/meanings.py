@@ -9,6 +9,11 @@ MEANINGS = {
     "cm.t6": "CloudMatrix, Table 6: dispatch and combine of 128 tokens a die, by the number of dies.",
     "xds.a2e": "xDeepServe: tokens from attention dies to expert dies, at the paper's size.",
     "xds.e2a": "xDeepServe: the experts' answers back, at the paper's size.",
+    "trampoline": "A2E and E2A of 160 attention and 288 expert dies through trampolines, simulated, by the "
+    "AIV cores that an attention die spares.",
+    "naive": "The same without trampolines: each attention die posts at every expert die.",
+    "trampoline/gain": "Time without trampolines over the time with them, by AIV cores of an attention die. "
+    "xDeepServe 3.3: with few cores trampolines win. Below 1 they lose.",
     "cm.msg": "CloudMatrix: bytes of one token's message in dispatch and combine.",
     "cm.buffers": "CloudMatrix: memory that dispatch and combine set aside on each die.",
     "pull": "Exchange in which receivers read, of 8 dies, by batch. xDeepServe 3.2: a die pulls rows when "
@@ -31,7 +36,9 @@ MEANINGS = {
     "cm.t3": "CloudMatrix, Table 3: time per token and throughput of DeepSeek-R1 with batch 96.",
     "cm.t9": "CloudMatrix, Table 9: share of the peak, and bandwidth, of grouped INT8 GEMMs.",
     "cm.t10": "CloudMatrix, Table 10: switches for so many servers, and how full they are.",
-    "cm.headline": "CloudMatrix, abstract: throughput of decode.",
+    "cm.headline": "CloudMatrix, abstract: throughput of decode and prefill, and the time per token.",
+    "cm.fig24": "CloudMatrix, Figure 24: NPUs of a supernode that blocks of NPUs hold.",
+    "xds.int8.moe_share": "xDeepServe 4.7: the share of experts in all parameters.",
     "cm.obs": "CloudMatrix 4.4.3: DeepSeek-R1 from the object store.",
     "xds.meta.fields": "xDeepServe 3.1: fields of send and receive on each die.",
     "xds.hw.pairs": "xDeepServe 3.1: pairs of dies.",
@@ -67,14 +74,16 @@ MEANINGS = {
     "eaas/r1": "DeepSeek-R1 with expert services on 32 to 64 dies, half of them clients, in time only.",
     "engine/prefill": "Time to the first token with one shared queue, and with a queue for each group. "
     "xDeepServe 4.3: two levels led to stragglers, hence one, whose leader gathers statuses at each step.",
-    "engine/decode": "KV use and time per token if requests go to the emptiest DP group, and in turn. "
+    "engine/decode": "KV use, time to the second token (TTST) and per token if requests go to the emptiest "
+    "DP group with room, to the next with room (next-open), and to the next of all (round-robin). "
     "xDeepServe 4.3: the lowest KV use of groups with room, by periodic statuses; it names no period.",
     "engine/route": "Time to the first token by how one of several prefill TEs is chosen.",
     "engine/pd": "From prefill to decode: KV by request and by layer, over each fabric, by DMA and by "
     "send/receive. xDeepServe 5.1 uses send/receive, 3.1 by cores, which DMA may do as well.",
     "engine/mtp": "Drafting tokens on the die without the host in between, and the naive way.",
     "engine/execution": "Time per token by how the host launches and plans steps.",
-    "engine/jitter": "How far apart dies start an exchange if launches are late at random.",
+    "engine/jitter": "How far apart dies start an exchange if launches are late at random, by effects of the "
+    "host whose sizes are assumed (--full names them).",
     "engine/experts": "How uneven the load of experts is, with and without replicas of hot ones.",
     "cm.t1/cold": "CloudMatrix, Table 1: eight instances load a model that is in the bucket alone.",
     "cm.t1/warm": "CloudMatrix, Table 1: an instance loads a model that is in DRAM.",

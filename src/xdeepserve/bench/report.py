@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from importlib import resources
+from operator import ge, gt, le, lt
 from typing import Any, Literal
 
 import msgspec
@@ -16,25 +18,54 @@ from xdeepserve.errors import InputError
 Kind = Literal["measured", "calibrated", "predicted"]
 
 
-class Published(msgspec.Struct, frozen=True):
-    """A value published in a paper.
+Verdict = Literal["kept", "broken"]
+LIMITS: dict[str, Callable[[float, float], bool]] = {"<": lt, ">": gt, "<=": le, ">=": ge}
 
-    With a `bound` the paper says only "less than" (<) or "more than" (>), or gives a round number (~).
+
+class Published(msgspec.Struct, frozen=True):
+    """A value published in a paper: a number, a bound, or a range of numbers.
+
+    bound       "less than" (<), "more than" (>) and "at least" (>=) have no error. "Up to" (<=) is also the
+                paper's largest number, against which our largest has an error. "About" (~) is only printed
+    low, high   ends of a range; `value` is then the end that the row stands for, if any
     """
 
-    value: float
     unit: str
     source: str
-    bound: Literal["<", ">", "~", ""] = ""
+    value: float = math.nan
+    bound: Literal["<", ">", "<=", ">=", "~", ""] = ""
+    low: float = math.nan
+    high: float = math.nan
+
+    @property
+    def is_range(self) -> bool:
+        """Whether the paper gives the two ends of a range."""
+        return not math.isnan(self.low)
 
     @property
     def is_limit(self) -> bool:
-        """Whether the paper says only "less than" or "more than", so that there is no error."""
-        return self.bound in ("<", ">")
+        """Whether the paper says only on which side of a number the value is, so that there is no error."""
+        return self.bound in ("<", ">", ">=")
 
-    def is_kept(self, value: float) -> bool:
-        """Whether a value keeps the paper's limit; always True without a limit."""
-        return not self.is_limit or (value < self.value) == (self.bound == "<")
+    @property
+    def text(self) -> str:
+        """Published value as tables print it: with its bound, or both ends of a range."""
+        return f"{self.low:g} to {self.high:g}" if self.is_range else f"{self.bound}{self.value:g}"
+
+    def nearest(self, value: float) -> float:
+        """Return the published number with which a value is compared: of a range without a `value`, the
+        nearest number."""
+        return min(max(value, self.low), self.high) if math.isnan(self.value) else self.value
+
+    def verdict(self, value: float) -> Verdict | None:
+        """Judge whether a value is within the paper's bound or range; None if the paper gives neither."""
+        if self.is_range:
+            is_kept = self.low <= value <= self.high
+        elif self.bound in LIMITS:
+            is_kept = LIMITS[self.bound](value, self.value)
+        else:
+            return None
+        return "kept" if is_kept else "broken"
 
 
 @functools.cache
@@ -71,13 +102,25 @@ class Row(msgspec.Struct, frozen=True):
 
     @property
     def error_pct(self) -> float | None:
-        """Relative error (value - published) / published, in percent."""
-        theirs = self.published
-        return None if theirs is None else 100 * (self.value - theirs.value) / theirs.value
+        """Relative error (value - published) / published, in percent; 0 inside a range."""
+        if self.published is None:
+            return None
+        theirs = self.published.nearest(self.value)
+        return 100 * (self.value - theirs) / theirs
+
+    @property
+    def has_error(self) -> bool:
+        """Whether a paper publishes a number or a range, and not only a limit."""
+        return self.published is not None and not self.published.is_limit
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """Verdict on the paper's bound or range; None without one."""
+        return None if self.published is None else self.published.verdict(self.value)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the row as `--json` prints it; the last two keys exist only where a paper publishes the
-        value."""
+        """Return the row as `--json` prints it. Keys after `kind` exist only where a paper publishes the
+        value: the number that is compared, the error, and, of bounds and ranges, these and the verdict."""
         result: dict[str, Any] = {
             "name": self.name,
             "value": round(self.value, 4),
@@ -85,9 +128,21 @@ class Row(msgspec.Struct, frozen=True):
             "kind": self.kind,
         }
         if self.published is not None and self.error_pct is not None:
-            result["published"] = self.published.value
+            result["published"] = self.published.nearest(self.value)
             result["error_pct"] = round(self.error_pct, 2)
+            if self.published.is_range:
+                result["range"] = [self.published.low, self.published.high]
+            if self.published.bound:
+                result["bound"] = self.published.bound
+            if self.verdict is not None:
+                result["verdict"] = self.verdict
         return result
+
+    @property
+    def compared(self) -> str:
+        """Error and verdict, as tables print them."""
+        error = f"{self.error_pct:+z6.1f} %" if self.has_error else ""
+        return f"{error:>8}  {self.verdict or '':6}"
 
 
 def tell_rows(rows: Sequence[Row], is_full: bool, is_json: bool) -> None:
@@ -109,7 +164,7 @@ def print_summary(rows: Sequence[Row]) -> None:
     for row in rows:
         groups.setdefault(group_of(row.name), []).append(row)
     for group, some in groups.items():
-        errors = [abs(row.error_pct) for row in some if row.error_pct is not None and not _bound(row)]
+        errors = [abs(row.error_pct or 0.0) for row in some if row.has_error]
         count = f"{len(some)} row{'s' if len(some) > 1 else ''}"
         if errors:
             mean, largest = sum(errors) / len(errors), max(errors)
@@ -118,6 +173,9 @@ def print_summary(rows: Sequence[Row]) -> None:
         print(f"    {MEANINGS.get(group, 'See the rows.')}")
         if len(some) == 1:
             print(f"    {some[0].value:.2f} {some[0].unit}  {some[0].note}".rstrip())
+        elif group.endswith("/gain"):
+            for row in some:
+                print(f"    {row.value:.2f} {row.unit}  {row.name.removeprefix(f'{group}/')}")
 
 
 def group_of(name: str) -> str:
@@ -127,24 +185,18 @@ def group_of(name: str) -> str:
     return max(known, key=len, default=name.split("/")[0])
 
 
-def _bound(row: Row) -> bool:
-    return row.published is not None and row.published.is_limit
-
-
 def print_rows(rows: Sequence[Row]) -> None:
-    """Print a table for each kind, with mean and maximum of the errors by id, and whether bounds are kept."""
+    """Print a table for each kind, with mean and maximum of the errors by id, and verdicts on bounds."""
     width = max((len(row.name) for row in rows), default=0)
     for kind in ("calibrated", "predicted", "measured"):
         some = [row for row in rows if row.kind == kind]
         if not some:
             continue
-        print(f"{kind + ':':{width}}      value unit   published   error")
+        print(f"{kind + ':':{width}}      value unit       published    error")
         for row in some:
             line = f"  {row.name:{width}} {row.value:10.2f} {row.unit:5}"
-            theirs = row.published
-            if theirs is not None:
-                line += f"{theirs.bound:>4}{theirs.value:8g}"
-                line += f" {row.error_pct:+z6.1f} %" if not theirs.is_limit else f"  {_kept(row, theirs)}"
+            if row.published is not None:
+                line += f"{row.published.text:>16} {row.compared}"
             print(f"{line}  {row.note}".rstrip())
         for group, errors in _errors(some).items():
             mean, largest = sum(errors) / len(errors), max(errors)
@@ -153,16 +205,12 @@ def print_rows(rows: Sequence[Row]) -> None:
 
 
 def _errors(rows: Sequence[Row]) -> dict[str, list[float]]:
-    """Collect absolute errors in percent by the ids that the rows' names begin with; bounds have none."""
+    """Collect absolute errors in percent by the ids that the rows' names begin with; limits have none."""
     result: dict[str, list[float]] = {}
     for row in rows:
-        if row.published is not None and row.error_pct is not None and not _bound(row):
-            result.setdefault(row.name.split("/")[0], []).append(abs(row.error_pct))
+        if row.has_error:
+            result.setdefault(row.name.split("/")[0], []).append(abs(row.error_pct or 0.0))
     return result
-
-
-def _kept(row: Row, theirs: Published) -> str:
-    return "kept" if theirs.is_kept(row.value) else "NOT KEPT"
 
 
 # Matplotlib, which only `--plot` needs.

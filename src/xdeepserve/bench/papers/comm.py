@@ -12,7 +12,7 @@ import asyncio
 import functools
 import gc
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ LARGE_MESSAGES = (1 << 20, 9 << 20, 64 << 20)  # by DMA and URMA
 PULL_PUSH_BATCHES = (8, 32, 128)
 SIMULATED_EP_SIZES = (8, 16, 32)
 SHRINK = 4
+ATTENTION_CORES = (2, 4, 8, 16, 48)  # AIV cores of an attention die, of which XDS 3.3 says: few
 ATTENTION, EXPERTS, A2E_BATCH = 160, 288, 96  # XDS 3.3
 
 
@@ -171,20 +172,26 @@ def a2e(cost: CommCost | None = None) -> list[Row]:
     ]
 
 
-def trampolines() -> list[Row]:
-    """Simulate A2E and E2A with trampolines and by the naive pull, at the size of XDS 3.3.
+def trampolines(attention_cores: Sequence[int] = ATTENTION_CORES) -> list[Row]:
+    """Simulate A2E and E2A with trampolines and by the naive pull, at the size of XDS 3.3, by the AIV cores
+    of an attention die.
 
-    Each is run with the few AIV cores that an attention die spares (`Spec.attention_cores`), and with all 48.
+    An attention die spares a few (`Spec.attention_cores`) of 48. Rows `gain` divide the naive pull's time by
+    that with trampolines: below 1 trampolines lose.
     """
-    result = []
-    few, every = int(Spec().attention_cores.value), Spec().num_cores("aiv")
-    for cores in (few, every):
+    result, few = [], int(Spec().attention_cores.value)
+    for cores in attention_cores:
+        times: dict[str, dict[str, int]] = {}
         for way in ("trampoline", "naive"):
-            for op, time in zip(("a2e", "e2a"), simulate_a2e(way, cores), strict=True):
+            times[way] = dict(zip(("a2e", "e2a"), simulate_a2e(way, cores), strict=True))
+            for op, time in times[way].items():
                 is_papers = way == "trampoline" and cores == few
                 name = f"xds.{op}/simulated={way}" if is_papers else f"{way}/{op}"
                 name += f"/attention_aiv={cores}/copies={A2E_COPIES}/hidden={HIDDEN}"
                 result.append(Row(name, time / 1000, "us", "predicted"))
+        for op in ("a2e", "e2a"):
+            gain = times["naive"][op] / times["trampoline"][op]
+            result.append(Row(f"trampoline/gain/{op}/attention_aiv={cores}", gain, "x", "predicted"))
     return result
 
 

@@ -23,6 +23,7 @@ from xdeepserve.errors import InputError
 from xdeepserve.hw.bucket import Bucket
 from xdeepserve.hw.clock import Process
 from xdeepserve.hw.pod import Pod
+from xdeepserve.hw.spec import Spec
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.platform.traces import FORMATS, TracedRequest, read_trace
 from xdeepserve.prices.formula import CHIP_TOKENS, PrefillCost
@@ -87,16 +88,16 @@ async def load_alone(pod: Pod, bucket: Bucket) -> float:
     return (pod.clock.now - start) / 1e9
 
 
-def table_1() -> list[Row]:
+def table_1(spec: Spec | None = None) -> list[Row]:
     """Compute CM Table 1: eight instances load a model at once, and one instance switches among eight models.
     Two values are calibrated, the bandwidths of the bucket and of an instance; the rest follows."""
-    pod = Pod()
+    pod = Pod(spec=spec or Spec())
     bucket = Bucket(pod.clock, pod.spec)
     alone = _run(pod, _together(*(load_alone(pod, bucket) for _ in range(INSTANCES))))
     one = _run(pod, load_alone(pod, bucket))
     warm = MODEL_NBYTES / pod.spec.pool_load.value
     with tempfile.TemporaryDirectory() as directory:
-        pool = _pool(Path(directory))
+        pool = _pool(Path(directory), pod.spec)
         model = ModelId("r1", "1")
         cold = _run(pool.pod, _together(*(load(pool, model) for _ in range(INSTANCES))))
         again = _run(pool.pod, load(pool, model))
@@ -128,8 +129,8 @@ def table_1() -> list[Row]:
     return [Row(f"cm.t1/{name}", value, unit, kind) for name, value, unit, kind in values]
 
 
-def _pool(path: Path) -> MemoryPool:
-    pod = Pod()
+def _pool(path: Path, spec: Spec) -> MemoryPool:
+    pod = Pod(spec=spec)
     room = 2 * INSTANCES * NUM_BLOCKS * BLOCK_NBYTES // SERVERS  # of two times all models
     pool = MemoryPool(pod, path, SERVERS, room, 8 * room, {NAMESPACE: None})
     pool.open()

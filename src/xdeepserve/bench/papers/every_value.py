@@ -22,11 +22,13 @@ from typing import Any, Literal
 import msgspec
 
 from xdeepserve.bench.papers import (
+    allocation,
     comm,
     eaas_full_size,
     ems,
     expert_skew,
     figures,
+    fits,
     paper_rows,
     pipelines,
     plan,
@@ -49,6 +51,7 @@ SOURCES: dict[str, tuple[Callable[[], Iterable[Row]], ...]] = {
         paper_rows.crossover,
         comm.a2e,
         paper_rows.latency_by_drafts,
+        paper_rows.parameters,
         expert_skew.rows,
         superpod.colocated,
         superpod.disaggregated,
@@ -64,33 +67,53 @@ SOURCES: dict[str, tuple[Callable[[], Iterable[Row]], ...]] = {
         paper_rows.microbatches,
         paper_rows.gains_by_drafts,
         paper_rows.prefill,
+        expert_skew.default_eplb,
         paper_rows.storage,
         ems.table_1,
         ems.figure_23,
+        allocation.rows,
+        functools.partial(fits.left_out_rows, "cm"),
     ),
     "eaas": (eaas_full_size.saving, eaas_full_size.loss, eaas_full_size.double_batching),
-    "ms": (plan.table_3, plan.identities, plan.dbrx, superpod.megascale),
+    "ms": (
+        plan.table_3,
+        plan.identities,
+        plan.dbrx,
+        superpod.megascale,
+        functools.partial(fits.left_out_rows, "ms"),
+    ),
 }
 ALSO = {  # the same value, published under another id
     "xds.a2e": ("xds.dispatch_sub200",),
     "xds.dec288.comm": ("xds.ep.share25",),
     "xds.disagg.perf/tpot": ("xds.headline/tpot",),
     "xds.disagg.perf/tput": ("xds.headline/throughput",),
-    "cm.t4/batch=96": ("cm.t3/tpot",),
+    "cm.t4/batch=128": ("cm.t4/slo=50/batch=128",),
+    "cm.t4/batch=112": ("cm.t4/slo=50/batch=112",),
+    "cm.t4/batch=96": ("cm.t3/tpot", "cm.t4/slo=50/batch=96", "cm.headline/tpot"),
+    "cm.t4/batch=24": ("cm.t4/slo=30/batch=24",),
+    "cm.t4/batch=8": ("cm.t4/slo=15/batch=8", "cm.headline/tpot at 15 ms"),
     "cm.t4/throughput/batch=96": ("cm.t3/throughput", "cm.headline/decode"),
     "cm.t4/throughput/batch=8": ("cm.headline/decode at 15 ms",),
+    "cm.t2/perfect EPLB": ("cm.headline/prefill",),
 }
 ARITHMETIC = (
     *("xds.hw.pairs", "cm.t10/", "ms.t3/", "ms.ridge", "ms.moe_util", "ms.m2n.size"),
     *("cm.t1/cold/", "cm.t1/dram/", "cm.t1/hit/", "cm.t1/switch/local-dram", "cm.t1/switch/ems"),
 )
 RESTATED = (  # what another row says, divided once more: no evidence of its own
-    *("cm.t4/throughput/", "cm.t6/bandwidth/", "cm.t9/bandwidth/", "cm.mb.prefill.layer"),
+    *("cm.t4/throughput/", "cm.t4/slo", "cm.t6/bandwidth/", "cm.t9/bandwidth/", "cm.mb.prefill.layer"),
+    *("cm.mtp.layer/increase", "cm.t3/", "cm.headline/", "xds.headline/", "xds.dispatch_sub200"),
     *("xds.dec288.iter/tpot", "xds.dec288.tput", "xds.disagg.perf/tpot", "xds.disagg.perf/tput"),
 )
 ELSEWHERE = ("eaas.",)  # of Hopper GPUs over RoCE, at contexts beyond planner.sweep.PUBLISHED
 PREDICTED, PREDICTED_ELSEWHERE = "predicted", "predicted, other hardware"
-OTHER_WAYS = {"/simulated=": ", simulated", "/fit=": ", fitted to four rows"}
+LEFT_OUT = "predicted, left out of the fit"
+OTHER_WAYS = {
+    "/simulated=": ", simulated",
+    "/fit=four": ", fitted to four rows",
+    "/fit=others": ", left out of the fit",
+}
 WITHIN = 15  # percent: rows that are further off say why
 HEADLINES = {
     "xds.headline/throughput": "of a chip (decode of DeepSeek-R1 on 768 dies)",
@@ -100,8 +123,9 @@ COMPARED = {"xds", "cm", "eaas", "ms"}  # papers with rows
 WORDS = (
     "measured: counted on this implementation. calibrated: a parameter was fitted to this value. predicted: "
     "none was. arithmetic: follows from other published values. said again: another row's value in another "
-    "unit, no evidence of its own. other hardware: not the dies that are billed. ~: a round number. kept, "
-    'NOT KEPT: whether a published "less than" or "more than" holds.',
+    "unit, no evidence of its own. left out of the fit: predicted from numbers that were fitted without its "
+    "table. other hardware: not the dies that are billed. ~: about. <=: up to, the "
+    "largest number of the paper, against our largest. kept, broken: whether a bound or a range holds.",
 )
 MEANS = {
     "given": "given to the model, which predicts nothing of it",
@@ -178,17 +202,12 @@ def how(row: Row) -> str:
     return row.kind + way + (", said again" if row.name.startswith(RESTATED) else "")
 
 
-def has_error(row: Row) -> bool:
-    """Whether the paper publishes a number, and not only "less than"."""
-    return row.published is not None and not row.published.is_limit
-
-
 def errors(rows: Iterable[Row]) -> dict[str, list[float]]:
     """Collect absolute errors in percent by the rows' origin. Bounds have none, and no value counts twice."""
     found: dict[str, list[float]] = {}
     twice = set(chain.from_iterable(ALSO.values()))
     for row in rows:
-        if row.name not in twice and has_error(row):
+        if row.name not in twice and row.has_error:
             found.setdefault(how(row), []).append(abs(row.error_pct or 0.0))
     return found
 
@@ -200,7 +219,8 @@ def print_summary(rows: Sequence[Row], paper: str | None = None, is_full: bool =
         mine = [row for row in rows if paper_of(row.name) == key]
         _print_counts(key)
         _print_rows([row for row in mine if is_full or not any(part in row.name for part in OTHER_WAYS)])
-        _print_reasons(key, mine, is_full)
+        if is_full:
+            _print_others(key)
         print()
     if rows:
         print("Errors, in percent of the published value:")
@@ -234,8 +254,18 @@ def in_a_sentence(rows: Sequence[Row]) -> list[str]:
         f"{statistics.median(found):.1f} % in the median, {100 * _share_within(found):.0f} % of them by at "
         f"most {WITHIN} %. xDeepServe's headline figures, which follow from one of them, come out as "
         f"{' and '.join(figures)}. {len(elsewhere)} more, measured on other hardware "
-        f"(Expert-as-a-Service), are off by {' and '.join(f'{error:.0f}' for error in elsewhere)} %.",
+        f"(Expert-as-a-Service), are off by {' and '.join(f'{error:.0f}' for error in elsewhere)} %."
+        + _left_out_in_words(by_kind.get(LEFT_OUT, [])),
     ]
+
+
+def _left_out_in_words(found: Sequence[float]) -> str:
+    if not found:
+        return ""
+    return (
+        f" {len(found)} values that parameters were fitted to, each predicted from the other tables, are off "
+        f"by {statistics.median(found):.1f} % in the median, {max(found):.0f} % at most."
+    )
 
 
 def _share_within(errors_pct: Sequence[float]) -> float:
@@ -257,51 +287,39 @@ def legend(id: str) -> str:
 
 
 def _print_rows(rows: Sequence[Row]) -> None:
-    """Print rows by id, each id under a line that describes its rows."""
+    """Print rows by id, each id under a line that describes its rows, and with the reason if one is far
+    off."""
     width = max((len(row.name) for row in rows), default=0)
     if rows:
-        print(f"    {'':{width}}  published      ours          error")
+        print(f"    {'':{width}}    published       ours          error")
     by_id: dict[str, list[Row]] = {}
     for row in rows:
         by_id.setdefault(id_of(row), []).append(row)
     for id, some in by_id.items():
         print(textwrap.fill(legend(id), 100, initial_indent="  ", subsequent_indent="      "))
         for row in some:
-            _print_row(row, width)
+            assert row.published is not None
+            line = f"{row.published.text:>13} {row.value:10.2f} {row.unit:5} {row.compared}  {how(row)}"
+            print(f"    {row.name:{width}} {line}")
+        if why := paper_values()[id].why:
+            print(textwrap.fill(why, 100, initial_indent="      ", subsequent_indent="      "))
 
 
-def _print_row(row: Row, width: int) -> None:
-    theirs, error = row.published, row.error_pct
-    assert theirs is not None
-    off = f"{error:+z8.1f} %"
-    if theirs.is_limit:
-        off = f"{'kept' if is_kept(row) else 'NOT KEPT':>10}"
-    line = f"    {row.name:{width}} {theirs.bound:>2}{theirs.value:<8g}{row.value:10.2f} {row.unit:5} {off}"
-    print(f"{line}  {how(row)}")
-
-
-def _print_reasons(key: str, rows: Sequence[Row], is_full: bool) -> None:
-    far = {id_of(row) for row in rows if is_far(row)}
+def _print_others(key: str) -> None:
+    """Print the ids of a paper that have no rows, with the reasons."""
     for id, value in paper_values().items():
-        if id in far:
-            _print_reason(id, value.why)
-        elif is_full and paper_of(id) == key and value.how != "rows":
-            _print_reason(id, f"{value.what} ({value.where}): {value.how}; {value.why}")
-
-
-def is_kept(row: Row) -> bool:
-    """Whether a row keeps the bound that the paper publishes."""
-    return row.published is None or row.published.is_kept(row.value)
+        if paper_of(id) == key and value.how != "rows":
+            why = f"{id}: {value.what} ({value.where}): {value.how}; {value.why}"
+            print(textwrap.fill(why, 100, initial_indent="  ", subsequent_indent="      "))
 
 
 def is_far(row: Row) -> bool:
-    """Whether a row is so far off that its id must say why, or the paper's number is only a round one."""
-    is_round = row.published is not None and row.published.bound == "~"
-    return is_round or not is_kept(row) or (has_error(row) and abs(row.error_pct or 0.0) > WITHIN)
+    """Whether a row breaks a bound or a range, or is so far off that its id must say why."""
+    return row.verdict == "broken" or (row.has_error and abs(row.error_pct or 0.0) > WITHIN)
 
 
-def _print_reason(id: str, why: str) -> None:
-    print(textwrap.fill(f"{id}: {why}", 100, initial_indent="  ", subsequent_indent="      "))
+def _why(row: Row) -> str:
+    return paper_values()[id_of(row)].why
 
 
 def as_json(rows: Sequence[Row], paper: str | None = None) -> dict[str, Any]:
@@ -310,7 +328,9 @@ def as_json(rows: Sequence[Row], paper: str | None = None) -> dict[str, Any]:
     for row in rows:
         names.setdefault(id_of(row), []).append(row.name)
     return {
-        "rows": [{**row.as_dict(), "how": how(row)} for row in rows],
+        "rows": [
+            {**row.as_dict(), "how": how(row)} | ({"why": _why(row)} if is_far(row) else {}) for row in rows
+        ],
         "errors_pct": {
             kind: {
                 "values": len(found),
@@ -333,7 +353,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     second file, FILE-figures."""
     figures.plot(dict.fromkeys(paper_of(row.name) for row in rows), path.with_stem(f"{path.stem}-figures"))
     plt = pyplot()
-    some = [row for row in rows if has_error(row)]
+    some = [row for row in rows if row.has_error]
     figure, axes = plt.subplots(figsize=(8, 0.16 * len(some) + 1))
     colours = {"calibrated": "tab:grey", PREDICTED: "tab:blue", "measured": "tab:green"}
     colours |= {"arithmetic": "lightgrey", "said again": "lightblue", "other hardware": "tab:orange"}

@@ -9,6 +9,7 @@ number follows. Then `engine/balance/eplb.py` chooses and places replicas, in on
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +20,10 @@ from xdeepserve.bench.papers.superpod import BATCH_288
 from xdeepserve.bench.report import Row
 from xdeepserve.comm.cost import OPS, CommCost
 from xdeepserve.engine.balance.eplb import hottest_die, place, select
+from xdeepserve.engine.ways.routing import generator
 from xdeepserve.hw.spec import Param
 from xdeepserve.model.presets import resolve_model
-from xdeepserve.prices.formula import LayerCost, Load
+from xdeepserve.prices.formula import CHIP_TOKENS, EP, LayerCost, Load, PrefillCost
 from xdeepserve.step.stage import Counts
 
 HOTTEST, CONTEXT = 30.0, 1024  # times the mean; positions (XDS Figure 11)
@@ -71,13 +73,40 @@ def gain(cost: LayerCost | None = None) -> Row:
 def hottest_over_mean(load: npt.NDArray[np.float64], slots: int) -> float:
     """Compute the hottest die's load over the mean of dies with routed experts, with `slots` redundant slots
     on each."""
-    counts = np.round(load * TOKENS / len(load)).astype(np.int64)[:, None]
-    primary, free = list(range(EP288.routed)), [slots] * EP288.total
     shared = 1 / (resolve_model(MODEL).config.num_experts_per_tok * EP288.shared)
-    base = [0.0] * EP288.routed + [shared] * EP288.shared
-    chosen = select(counts, sum(free), EP288.total)
-    held = place(counts, chosen, primary, free, base)
-    return hottest_die(counts, primary, held, base) / float(counts.mean())
+    return hottest_of(load, EP288.routed, slots, [0.0] * EP288.routed + [shared] * EP288.shared)
+
+
+def hottest_of(load: npt.NDArray[np.float64], dies: int, slots: int, base: list[float]) -> float:
+    """Compute the hottest die's load over the mean of `dies`, among which experts are dealt out in order.
+    `base` has the load besides of each die that has redundant slots."""
+    counts = np.round(load * TOKENS / len(load)).astype(np.int64)[:, None]
+    primary, free = [expert * dies // len(load) for expert in range(len(load))], [slots] * len(base)
+    held = place(counts, select(counts, sum(free), len(base)), primary, free, base)
+    return hottest_die(counts, primary, held, base) / float(counts.sum() / dies)
+
+
+def default_eplb(cost: PrefillCost | None = None) -> Iterator[Row]:
+    """Compute prefill with replicas by EPLB, whose load is never quite even (CM Table 2, Default).
+
+    Loads are those of xDeepServe's Figure 11a. In each layer experts are on dies in another order, and every
+    die has a redundant expert (CM 4.1). A layer takes as long as its hottest die.
+    """
+    cost = cost or PrefillCost(resolve_model(MODEL).config)
+    c, load, taken_ns = cost.config, loads(EP288.routed, HOTTEST), 0.0
+    stages = LayerCost(c, cost.spec)
+    copies = cost.tokens * c.num_experts_per_tok
+
+    def experts_ns(hottest: float) -> float:
+        counts = Counts(0, copies=hottest * copies, touched=c.n_routed_experts / EP)
+        return stages.stage_ns("Experts", counts)
+
+    for layer in range(c.num_hidden_layers):
+        in_order = generator(layer, 0, 0).permutation(load)
+        hottest = hottest_of(in_order, EP, 1, [0.0] * EP)
+        compute = cost.compute_ns() + experts_ns(hottest) - experts_ns(1)
+        taken_ns += max(compute / cost.efficiency, hottest * cost.exchanges_ns())
+    yield Row("cm.t2/default EPLB", CHIP_TOKENS / taken_ns * 1e9, "tok/s", "predicted")
 
 
 def layer_ns(hottest: float, cost: LayerCost | None = None) -> float:

@@ -34,6 +34,7 @@ Table: TypeAlias = Callable[[Numbers], Iterable[Row]]
 Vector: TypeAlias = npt.NDArray[np.float64]
 RANGE = 4.0
 STEPS = 60
+AGAIN = ("cm.t4/throughput/", "cm.mtp.layer/increase")  # what other rows say in another unit
 COMM_RATIO = "comm_ratio"
 OF_BENCHMARKS = {  # which no run uses
     COMM_RATIO: Param(
@@ -91,7 +92,7 @@ def _decode(rows: Callable[[LayerCost], Iterable[Row]], prefix: str) -> Table:
     def table(numbers: Numbers) -> list[Row]:
         spec = spec_with(numbers)
         cost = LayerCost(resolve_model(MODEL).config, spec, CommCost(spec, way="push"))
-        return [row for row in rows(cost) if row.name.startswith(prefix) and "/throughput/" not in row.name]
+        return [row for row in rows(cost) if row.name.startswith(prefix) and not row.name.startswith(AGAIN)]
 
     return table
 
@@ -197,7 +198,7 @@ def _off(row: Row) -> float:
     """Compute the logarithm of our value over the published one."""
     theirs = row.published
     assert theirs is not None
-    return math.log(row.value / theirs.value)
+    return math.log(row.value / theirs.nearest(row.value))
 
 
 def _errors(rows: Iterable[Row]) -> list[float]:
@@ -215,31 +216,45 @@ def all_left_out() -> Iterator[WithoutTable]:
 
 
 def _without(name: str, fit: FittedNumbers, table: str) -> WithoutTable:
-    rows, others = fit.tables[table], [each for key, each in fit.tables.items() if key != table]
-    today = _errors(rows(fit.numbers))
-    numbers = dict(fit.numbers)
-    how: Literal["table", "row by row"] = "table"
-    if others:
-        numbers = fitted(fit.numbers, others)
-        errors = _errors(rows(numbers))
-    else:
-        how, errors = "row by row", []
-        for number in range(len(today)):
-            numbers = fitted(fit.numbers, [_but(rows, number)])
-            errors.append(_errors(rows(numbers))[number])
+    today = _errors(fit.tables[table](fit.numbers))
+    rows, numbers = _left_out(fit, table)
+    errors = _errors(rows)
     bounds = [key for key, value in numbers.items() if abs(math.log(value / fit.numbers[key])) > 1.38]
     return WithoutTable(
         name,
         table,
         len(today),
-        how,
+        "table" if len(fit.tables) > 1 else "row by row",
         statistics.median(today),
         max(today),
         statistics.median(errors),
         max(errors),
-        numbers if others else {},
-        tuple(bounds) if others else (),
+        numbers,
+        tuple(bounds),
     )
+
+
+def _left_out(fit: FittedNumbers, table: str) -> tuple[list[Row], dict[str, float]]:
+    """Predict a table's rows from the other tables, and return the numbers that these give. Rows of an only
+    table are predicted one at a time from each other, without common numbers."""
+    rows, others = fit.tables[table], [each for key, each in fit.tables.items() if key != table]
+    if others:
+        numbers = fitted(fit.numbers, others)
+        return [*rows(numbers)], numbers
+    count = len([*rows(fit.numbers)])
+    return [[*rows(fitted(fit.numbers, [_but(rows, at)]))][at] for at in range(count)], {}
+
+
+def left_out_rows(paper: str) -> Iterator[Row]:
+    """Yield the calibrated rows of a paper's tables as predictions from the other tables of their fits."""
+    for fit in all_fits().values():
+        for table, rows in fit.tables.items():
+            names = {row.name for row in rows(fit.numbers) if row.kind == "calibrated"}
+            if not any(name.startswith(f"{paper}.") for name in names):
+                continue
+            for row in _left_out(fit, table)[0]:
+                if row.name in names:
+                    yield msgspec.structs.replace(row, name=f"{row.name}/fit=others", kind="predicted")
 
 
 def _but(rows: Table, number: int) -> Table:

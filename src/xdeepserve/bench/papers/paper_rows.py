@@ -17,13 +17,14 @@ from xdeepserve.bench.papers.sizes import (
     MODEL,
     TOP_K,
 )
-from xdeepserve.bench.papers.superpod import BATCH_288, CONTEXT, GAP_MS, XDS_ACCEPTANCE
+from xdeepserve.bench.papers.superpod import BATCH_288, CONTEXT, XDS_ACCEPTANCE, gap_ms
 from xdeepserve.bench.report import Kind, Row
 from xdeepserve.comm.cost import OPS, CommCost
 from xdeepserve.comm.p2p.layout import RING_FIELD, RingLayout
 from xdeepserve.hw.spec import Spec
 from xdeepserve.hw.topology import Topology, num_switches, utilisation
 from xdeepserve.model.presets import resolve_model
+from xdeepserve.model.weights import weight_specs
 from xdeepserve.prices.formula import EP320, ExpertDies, LayerCost, Load, PrefillCost
 
 # A grouped INT8 GEMM on the cube cores of a die, tile by tile (CM Table 9).
@@ -89,13 +90,14 @@ def gemms(spec: Spec | None = None) -> Iterator[Row]:
         yield Row(f"cm.t9/bandwidth/{name}", gemm.nbytes / gemm.seconds(spec) / 1e9, "GB/s", kind)
 
 
-def bandwidths() -> Iterator[Row]:
+def bandwidths(cost: CommCost | None = None) -> Iterator[Row]:
     """Compute the bandwidths of CM Table 6: bytes of a rank's messages over the latency. Published bandwidths
     times latencies are some 5 % more bytes than 1,024 messages of the sizes in CM 4.2.1; the paper does not
     explain the rest."""
+    cost = cost or CommCost(way="push")
     for op, nbytes in zip(OPS, (DISPATCH_NBYTES, COMBINE_NBYTES), strict=True):
         for ep in EP_SIZES:
-            seconds = CommCost(way="push").exchange_ns(op, ep, TABLE_6_BATCH, TOP_K) / 1e9
+            seconds = cost.exchange_ns(op, ep, TABLE_6_BATCH, TOP_K) / 1e9
             kind: Kind = "calibrated" if ep in FITTED_EP_SIZES else "predicted"
             rate = TABLE_6_BATCH * TOP_K * nbytes / seconds / 1e9
             yield Row(f"cm.t6/bandwidth/{op}/ep={ep}", rate, "GB/s", kind)
@@ -133,7 +135,7 @@ def latency_by_drafts(cost: LayerCost | None = None) -> Iterator[Row]:
     for batch, name in ((SMALLEST_BATCH, "xds.mtp.latency"), (BATCH_288, f"mtp/latency/batch={BATCH_288}")):
         without, drafted = (
             cost.iteration_ns(Load(requests=batch, rows=rows, context=CONTEXT), EP288, microbatches=False)
-            + GAP_MS * 1e6
+            + gap_ms(cost.spec) * 1e6
             for rows in (1, 2)
         )
         yield Row(name, 100 * (1 - drafted / (1 + XDS_ACCEPTANCE) / without), "%", "predicted")
@@ -148,14 +150,17 @@ def microbatches(cost: LayerCost | None = None) -> Iterator[Row]:
 
 
 def prefill(cost: PrefillCost | None = None) -> list[Row]:
-    """Compute CM Table 2 with even experts, and the gain of microbatches (5.4.1, Figure 21)."""
+    """Compute CM Table 2 with even experts, and the gain of microbatches (5.4.1, Figure 21) by the length of
+    prompts."""
     cost = cost or PrefillCost(resolve_model(MODEL).config)
-    gain = cost.layer_ns(microbatches=False) / cost.layer_ns()
-    return [
-        Row("cm.t2/perfect EPLB", cost.throughput(), "tok/s", "calibrated"),
-        Row("cm.mb.prefill", gain, "x", "predicted"),
-        Row("cm.mb.prefill.layer", 100 * (1 - 1 / gain), "%", "predicted"),
-    ]
+    rows = [Row("cm.t2/perfect EPLB", cost.throughput(), "tok/s", "calibrated")]
+    for prompt in PROMPTS:
+        of_length = msgspec.structs.replace(cost, prompt=prompt)
+        gain = of_length.layer_ns(microbatches=False) / of_length.layer_ns()
+        rows.append(Row(f"cm.mb.prefill/prompt={prompt}", gain, "x", "predicted"))
+        if prompt == cost.prompt:
+            rows.append(Row("cm.mb.prefill.layer", 100 * (1 - 1 / gain), "%", "predicted"))
+    return rows
 
 
 def prefill_by_length() -> list[Row]:
@@ -176,6 +181,15 @@ def fields_and_pairs() -> Iterator[Row]:
     yield Row("xds.hw.pairs", num_dies * (num_dies - 1) / 2, "", "measured")
 
 
+def parameters() -> Iterator[Row]:
+    """Count the share of DeepSeek-R1's parameters that experts have, routed and shared (XDS 4.7)."""
+    config = resolve_model(MODEL).config
+    specs = weight_specs(config, "bf16", 1, num_experts=config.n_routed_experts, num_mtp=0)
+    counts = {name: math.prod(spec.shape) for name, spec in specs.items()}
+    experts = sum(count for name, count in counts.items() if ".experts." in name or ".shared." in name)
+    yield Row("xds.int8.moe_share", 100 * experts / sum(counts.values()), "%", "measured")
+
+
 def ports() -> Iterator[Row]:
     """Compute CM Table 10: switches, and their utilisation, by servers."""
     for servers in TABLE_10:
@@ -183,8 +197,8 @@ def ports() -> Iterator[Row]:
         yield Row(f"cm.t10/utilisation/nodes={servers}", 100 * utilisation(servers), "%", "predicted")
 
 
-def storage() -> Iterator[Row]:
+def storage(spec: Spec | None = None) -> Iterator[Row]:
     """Compute the time of a model from the object store, at the bandwidth that CM Table 1 implies (CM
     4.4.3)."""
-    minutes = WEIGHTS_GB * 1e9 / Spec().storage_bandwidth.value / 60
+    minutes = WEIGHTS_GB * 1e9 / (spec or Spec()).storage_bandwidth.value / 60
     yield Row("cm.obs", minutes, "min", "calibrated")

@@ -60,7 +60,6 @@ INT8_LAYERS = Param(
 NUM_STAGES = 62 * 2  # layers, MTP's included, of two microbatches each
 NUM_MOE_STAGES = 59 * 2  # of these, layers with experts
 DOMAINS = 3
-GAP_MS = 1e3 * Spec().scheduler_gap.value
 
 COMM_RATIO_DBRX = 0.28  # T_c / T_f, fitted to DBRX; proportional to hidden x top-k
 MEGASCALE = {"DBRX": 6144 * 4, "Mixtral-8x22B": 6144 * 2, "Scaled-MoE": 8192 * 4}
@@ -123,9 +122,12 @@ def formulas(cost: LayerCost) -> list[Row]:
     half = Load(requests=24, rows=2, context=4096)
     for number, ns in enumerate(cost.streams_ns(half, EP320, pipelines.CM_SPLIT)):
         result.append((f"cm.streams/stream{number}", ns / 1000, "us"))
-    for name, rows in (("with", 2), ("without", 1)):
-        layer = cost.microbatched_ns(Load(requests=48, rows=rows, context=4096), EP320)
-        result.append((f"cm.mtp.layer/{name}", layer / 1000, "us"))
+    drafted, without = (
+        cost.microbatched_ns(Load(requests=48, rows=rows, context=4096), EP320) for rows in (2, 1)
+    )
+    result.append(("cm.mtp.layer/with", drafted / 1000, "us"))
+    result.append(("cm.mtp.layer/without", without / 1000, "us"))
+    result.append(("cm.mtp.layer/increase", 100 * (drafted / without - 1), "%"))
     return [Row(name, value, unit, "calibrated") for name, value, unit in result]
 
 
@@ -178,10 +180,12 @@ def disaggregated_deployment(domains: int, dies: int, routed: int, shared: int, 
 SUPERPOD = disaggregated_deployment(DOMAINS, 160, 256, 32, BATCH_768)  # XDS 7.1
 
 
-def simulate(deployment: Deployment, batch: int, trace: Path | bool = False) -> DecodeRun:
+def simulate(
+    deployment: Deployment, batch: int, trace: Path | bool = False, spec: Spec | None = None
+) -> DecodeRun:
     """Run a decode iteration of xDeepServe's DeepSeek-R1."""
     timing = TimingConfig(acceptance=XDS_ACCEPTANCE)
-    return decode_iteration(xdeepserve_r1(), deployment, CONTEXT, batch, timing, trace)
+    return decode_iteration(xdeepserve_r1(), deployment, CONTEXT, batch, timing, trace, spec)
 
 
 def xdeepserve_r1() -> Checkpoint:
@@ -192,14 +196,19 @@ def xdeepserve_r1() -> Checkpoint:
     return model
 
 
-def colocated() -> list[Row]:
+def gap_ms(spec: Spec | None = None) -> float:
+    """Return the scheduler's gap between two iterations [ms]."""
+    return 1e3 * (spec or Spec()).scheduler_gap.value
+
+
+def colocated(spec: Spec | None = None) -> list[Row]:
     """Simulate the colocated deployment of XDS 7.1: DP288, EP288, 60 requests each. 256 dies have a routed
     expert and 32 a copy of the shared one, each beside a redundant expert."""
     experts = ExpertConfig(shared_dies=32, redundant_slots=1)
     deployment = msgspec.structs.replace(colocated_deployment(288, BATCH_288), experts=experts)
-    run = simulate(deployment, BATCH_288)
+    run = simulate(deployment, BATCH_288, spec=spec)
     iteration = run.iteration_ns / 1e6
-    tpot = (iteration + GAP_MS) / (1 + XDS_ACCEPTANCE)
+    tpot = (iteration + gap_ms(spec)) / (1 + XDS_ACCEPTANCE)
     rows = [
         ("xds.dec288.iter", iteration, "ms"),
         ("xds.dec288.iter/tpot", tpot, "ms"),
@@ -214,15 +223,15 @@ def colocated() -> list[Row]:
     ]
 
 
-def disaggregated(trace: Path | None = None) -> list[Row]:
+def disaggregated(trace: Path | None = None, spec: Spec | None = None) -> list[Row]:
     """Simulate the disaggregated deployment of XDS 7.1: 3 domains of 160 attention dies, 256 dies of routed
     experts and 32 of the shared expert.
 
     The paper's forward time includes the scheduler's gap. An attention stage ends with the output projection,
     which the paper does not name.
     """
-    run = simulate(SUPERPOD, BATCH_768, trace or True)
-    forward = run.iteration_ns / 1e6 + GAP_MS
+    run = simulate(SUPERPOD, BATCH_768, trace or True, spec)
+    forward = run.iteration_ns / 1e6 + gap_ms(spec)
     tpot = forward / (1 + XDS_ACCEPTANCE)
     stages = ("MLAProlog", "MLA", "OProj", "Gate", "A2E")
     layer = sum(run.spent_ns[name] for name in stages) / NUM_STAGES / 1000

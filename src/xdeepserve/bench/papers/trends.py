@@ -38,7 +38,7 @@ from xdeepserve.progress import working
 Source: TypeAlias = Callable[[], Iterable[Row]]
 ROWS: dict[str, Source] = {
     "p2p": comm.send_receive,
-    "a2e": comm.trampolines,
+    "a2e": lambda: comm.trampolines((4, 48)),
     "carriers": carriers.rows,
     "messages": comm.buffers,
     "interference": interference.rows,

@@ -1,0 +1,120 @@
+"""Which rows depend on which constants is found by changing these, and never typed in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+
+import pytest
+
+from xdeepserve.bench.papers import constants, every_value
+from xdeepserve.bench.report import Row, published
+from xdeepserve.cli import main
+from xdeepserve.hw.spec import Spec
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, constants.Moves]:
+    return {one.name: one for one in constants.all_moves(constants.formulas)}
+
+
+def test_rows_move_with_what_they_are_made_of(found: dict[str, constants.Moves]) -> None:
+    def moves(name: str) -> set[str]:
+        return {*found[name].moves_pct}
+
+    fitted = {"tile_efficiency", "tile_overhead", "kernel_overhead"}
+    assert moves("cm.t9/utilisation/groups=4/M=2048/K=4096") == fitted | {"int8_peak", "aic_cores"}
+    assert moves("cm.obs") == {"storage_bandwidth"}
+    assert found["cm.obs"].moves_pct["storage_bandwidth"] == pytest.approx(100 / 1.2 - 100)
+    assert {"exchange_copy", "core_meeting"} <= moves("cm.t6/dispatch/ep=64")
+    assert {"core_meeting", "attention_cores"} <= moves("xds.a2e")
+    assert {"small_kernels", "barrier_stretch", "hbm_bandwidth"} <= moves("cm.t4/batch=8")
+    assert "scheduler_gap" in moves("xds.mtp.latency")
+    assert "prefill_efficiency" in moves("cm.t2/default EPLB") & moves("cm.mb.prefill/prompt=1024")
+    assert {"ttft_fixed", "vpc_bandwidth"} <= moves("cm.cc.tput/UB over VPC")
+    assert moves("ms.pp.m23/DBRX") == {"comm_ratio"}
+
+
+def test_every_row_of_a_formula_is_there(found: dict[str, constants.Moves]) -> None:
+    """All that is predicted or calibrated from the parameter table, but for what is simulated for seconds."""
+    simulated = ("cm.t1/", "xds.dec288", "xds.disagg", "xds.headline", "xds.ep.share25", "eaas.")
+    again = {name for names in every_value.ALSO.values() for name in names}
+    free = (
+        "cm.msg",
+        "cm.buffers",
+        "cm.fig24",
+        "cm.t10",
+        "xds.meta",
+        "xds.hw",
+        "xds.int8",
+        "xds.eplb.skew",
+        "ms.",
+    )
+    missing = {*published()} - {*found} - again
+    assert {name for name in missing if not name.startswith((*simulated, *free))} == set()
+    assert all(one.moves_pct for one in found.values())
+
+
+def test_effects_of_the_host_are_assumed_by_name_and_move_nothing(found: dict[str, constants.Moves]) -> None:
+    lines = constants.host_effects()
+    assert [line.split(" = ")[0] for line in lines] == [
+        "host_sampling",
+        "preemption",
+        "guard_checks",
+        "gc_pause",
+    ]
+    assert "preemption = 20 ms, of 5 % of launches: assumed" in lines[1]
+    moving = {name for one in found.values() for name in one.moves_pct}
+    assert moving.isdisjoint(constants.HOST)
+
+
+def test_counts_stay_whole() -> None:
+    values = {name: constants.raised(param) for name, param in constants.constants().items()}
+    assert values["aic_cores"] == 29
+    assert values["attention_cores"] == 5
+    assert values["ring_slot"] == 32 * round(8192 * 1.2 / 32)
+    assert values["hbm_bandwidth"] == pytest.approx(1.2 * Spec().hbm_bandwidth.value)
+    assert set(values) == {*Spec.__struct_fields__, *constants.OF_ROWS}
+
+
+def few(changed: Mapping[str, float]) -> Iterator[Row]:
+    gate = changed.get("gate", 10e-6)
+    yield Row("cm.streams/stream0", 600 + 1e6 * gate, "us", "calibrated")
+    yield Row("cm.obs", 5.3, "min", "calibrated")
+    yield Row("unpublished", gate, "s", "predicted")
+
+
+def two(changed: Mapping[str, float]) -> Iterable[Row]:
+    return [Row("xds.dec288.iter", 95 * changed.get("small_kernels", 1.0), "ms", "predicted")]
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "formulas", few)
+    monkeypatch.setattr(constants, "simulations", two)
+    assert main(["bench", "papers", "--constants"]) == 0
+    out = capsys.readouterr().out
+    assert "  cm.streams/stream0: 610.00 us, calibrated\n      gate +0.3\n" in out
+    assert "  cm.obs: 5.30 min, calibrated\n      no constant moves it\n" in out
+    assert "unpublished" not in out
+    assert "xds.dec288" not in out
+    assert "guard_checks = 5 ms" in out
+    assert main(["bench", "papers", "--constants", "--full", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in told["rows"]] == ["cm.streams/stream0", "cm.obs", "xds.dec288.iter"]
+    assert told["rows"][0]["moves_pct"] == {"gate": pytest.approx(100 * 2 / 610)}
+    assert told["constants"]["gate"]["raised"] == pytest.approx(12e-6)
+    assert told["constants"]["preemption"]["is_assumed_host"]
+    assert main(["bench", "papers", "--constants", "--fits"]) == 2
+    assert "--fits and --constants are two tables: choose one" in capsys.readouterr().err
+    assert main(["bench", "papers", "--constants", "--paper", "cm"]) == 2
+    assert "--constants is of all papers: --paper does not go with it" in capsys.readouterr().err
+
+
+@pytest.mark.campaign
+def test_what_is_simulated_moves_too() -> None:
+    """The scheduler's gap is in no iteration, and in each time per token."""
+    before = {row.name: row.value for row in constants.simulations({})}
+    after = {row.name: row.value for row in constants.simulations({"scheduler_gap": 4e-3})}
+    assert after["xds.dec288.iter"] == before["xds.dec288.iter"]
+    assert after["xds.dec288.iter/tpot"] == pytest.approx(before["xds.dec288.iter/tpot"] + 2 / 1.9)
+    assert after["xds.disagg.perf/forward"] == pytest.approx(before["xds.disagg.perf/forward"] + 2)
