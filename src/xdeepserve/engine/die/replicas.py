@@ -33,6 +33,7 @@ from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.packing import ArraySpec
 from xdeepserve.model.tensors import MLP, MoE, layer_section
+from xdeepserve.model.weights import is_routed
 
 NOTHING = -1  # in a redundant slot, or while it is being loaded
 
@@ -40,8 +41,8 @@ NOTHING = -1  # in a redundant slot, or while it is being loaded
 def primaries_only(experts: ExpertSizes) -> list[list[int]]:
     """Return phy2log [layers, physical experts] of a TE whose redundant slots are all empty."""
     row: list[int] = []
-    for held in experts.experts_of:
-        row += [*held, *[NOTHING] * experts.redundant_slots]
+    for held, redundant in zip(experts.experts_of, experts.redundant_of, strict=True):
+        row += [*held, *[NOTHING] * redundant]
     return [list(row) for _ in experts.layers]
 
 
@@ -68,12 +69,12 @@ def replica_tables(
 def first_map(experts: ExpertSizes) -> list[list[int]]:
     """Return phy2log [layers, physical experts] of a TE that begins.
 
-    Redundant slots hold the copies that were loaded with the primaries, or nothing.
+    Redundant slots hold what was loaded with the primaries, or nothing.
     """
     row = primaries_only(experts)[0]
-    for slots, held, copies in zip(experts.slots_of, experts.experts_of, experts.copies_of, strict=False):
-        first = slots.start + len(held)
-        row[first : first + len(copies)] = copies
+    for holder, slots in enumerate(experts.free_slots):
+        loaded = experts.loaded_of(holder)
+        row[slots.start : slots.start + len(loaded)] = loaded
     return [list(row) for _ in experts.layers]
 
 
@@ -179,20 +180,22 @@ class RedundantSlots:
         space: Workspace,
         config: ModelConfig,
         experts: ExpertSizes,
-        held: range,
+        holder: int,
         specs: dict[str, ArraySpec],
-        copies: Sequence[int] = (),
     ) -> None:
-        self._copies = copies  # that are loaded with the primaries, into the first slots
-        self._space, self._num_primaries, self.num_slots = space, len(held), experts.redundant_slots
+        self._loaded = experts.loaded_of(holder)  # with the primaries, into the first slots
+        self._space, self.num_slots = space, experts.redundant_of[holder]
+        self._num_primaries = len(experts.experts_of[holder])
         layers = experts.layers
+        prefixes = [f"{layer_section(config, layer).prefix}experts." for layer in layers]
+        routed = [(name, spec) for name, spec in specs.items() if is_routed(name)]
         self._parts = [
             [
-                (f"weights/{name}", specs[name].nbytes // specs[name].shape[0])
-                for name in specs
-                if name.startswith(f"{layer_section(config, layer).prefix}experts.")
+                (f"weights/{name}", spec.nbytes // spec.shape[0])
+                for name, spec in routed
+                if name.startswith(prefix)
             ]
-            for layer in layers
+            for prefix in prefixes
         ]
         self._sizes = [sum(nbytes for _, nbytes in parts) for parts in self._parts]  # of a slot, by layer
         self._before = [0, *accumulate(self._sizes)]
@@ -222,9 +225,13 @@ class RedundantSlots:
         self.begin()
 
     def begin(self) -> None:
-        """Set the slots to the copies that were loaded with the primaries; all others become empty."""
+        """Set the slots to what was loaded with the primaries; all others become empty."""
+        self.empty()
+        self.experts[:, : len(self._loaded)] = self._loaded
+
+    def empty(self) -> None:
+        """Mark all slots as empty."""
         self.experts[:] = NOTHING
-        self.experts[:, : len(self._copies)] = self._copies
 
     @property
     def experts(self) -> Array:
