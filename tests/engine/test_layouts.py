@@ -1,6 +1,9 @@
 """Experts on dies as the papers lay them out: so many on each die, and settings of each role."""
 
+import re
+import shlex
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -10,8 +13,10 @@ from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.deploy.scale_down import largest
+from xdeepserve.engine.description import describe
 from xdeepserve.engine.die.replicas import first_map
 from xdeepserve.engine.loading import Loading
+from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.errors import DeploymentError
 from xdeepserve.llm import digest
 from xdeepserve.model.config import ModelConfig
@@ -101,3 +106,60 @@ def test_a_te_whose_slots_are_loaded_is_no_source_for_another(tiny: TinyCheckpoi
     plan = PodPlan(tiny, resolve("colocated", ["dies=4", "experts.experts_per_die=6"]))
     with pytest.raises(DeploymentError, match="no TE like it is ready"):
         Loading(plan.tes[0], "peer", lambda: plan.tes, set())
+
+
+# ---- the papers' pods -------------------------------------------------------------------------------------
+
+PAGE = Path(__file__).parents[2] / "docs" / "deployments.md"
+
+
+def in_small(name: str) -> list[str]:
+    """The settings that the page of deployments gives for a pod in small."""
+    (command,) = re.findall(rf"--model tiny-random .*--deployment {name} (.*)", PAGE.read_text())
+    return [word for word in shlex.split(command) if word != "--set"]
+
+
+@pytest.mark.parametrize(
+    ("name", "held"),
+    [
+        ("dp288", ["256 dies with 1 routed + 1 redundant; 32 dies with 1 redundant + 1 shared"]),
+        (
+            "production",
+            [
+                "32 dies with 8 routed + 1 redundant + 1 shared (prefill)",
+                "128 dies with 2 routed + 1 redundant + 1 shared (decode)",
+            ],
+        ),
+        (
+            "cloudmatrix384",
+            [
+                "32 dies with 8 routed + 1 redundant + 1 shared (prefill)",
+                "256 dies with 1 routed; 32 dies with 1 redundant; 32 dies with 1 shared (decode)",
+            ],
+        ),
+    ],
+)
+def test_pods_have_the_experts_that_the_papers_print(name: str, held: list[str]) -> None:
+    r1 = resolve_model("deepseek-r1")
+    plan = PodPlan(r1, resolve(name), timing=TimingConfig())
+    text = describe(plan)
+    assert all(f"{'':12}{each}\n" in text for each in held)
+    assert "does not fit" not in text
+    assert len(plan.tes) == {"dp288": 1, "production": 5, "cloudmatrix384": 7}[name]
+
+
+@pytest.mark.parametrize("name", ["dp288", "production", "cloudmatrix384"])
+def test_pods_in_small_have_the_bits_of_one_die(name: str, tiny: TinyCheckpoint) -> None:
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    prompts = [[3, 4, 5 + i] for i in range(12)]
+    with LLM(tiny, name, overrides=in_small(name)) as llm:
+        assert digest(llm.generate(prompts, params, keep_logits=True)) == digest(one_die(prompts, params))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["dp288", "production", "cloudmatrix384"])
+def test_pods_take_time(name: str) -> None:
+    """All dies; a decode step with one request takes about as long as weights take to be read."""
+    with LLM("deepseek-r1", name, timing_only=TimingConfig()) as llm:
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=8, ignore_eos=True))
+        assert 0.05 < llm.virtual_ns / 1e9 < 0.5

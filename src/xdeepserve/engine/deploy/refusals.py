@@ -148,7 +148,7 @@ def reasons_against_slots(tes: Sequence[TEDies], num_routed: int, num_shared: in
     A replica lies on another die than its primary, so a die has use for as many as the others have experts.
     """
     reasons = []
-    for te in tes:
+    for te in tes if num_routed else ():
         dies, (key, slots, per_die) = te.num_holders, te.room
         elsewhere, said = num_routed - -(-num_routed // dies), f"{dies} {'die' if dies == 1 else 'dies'}"
         # What the fullest die holds, and the others, before there is any replica.
