@@ -11,7 +11,7 @@ import pytest
 from xdeepserve.ems.pool_use import PoolUse
 from xdeepserve.engine.deploy import fitting
 from xdeepserve.engine.deploy.fitting import fit
-from xdeepserve.engine.deploy.resolve import PRESETS, SELF_SIZING, resolve
+from xdeepserve.engine.deploy.resolve import OF_PAPERS, PRESETS, SELF_SIZING, resolve
 from xdeepserve.engine.deploy.roles import is_one_die
 from xdeepserve.errors import DeploymentError
 from xdeepserve.model.checkpoint import num_parameters
@@ -43,7 +43,7 @@ def combination(case: Case, config: ModelConfig) -> tuple[str, int, int]:
 def test_every_deployment_with_and_without_mtp_in_one_and_two_microbatches(model: str) -> None:
     """For every deployment that the model allows; `monolithic` has no microbatches."""
     config = resolve_model(model).config
-    names = PRESETS if config.n_routed_experts >= 256 else SELF_SIZING
+    names = (*SELF_SIZING, *(["superpod"] if config.n_routed_experts >= 256 else []))
     wanted = {
         (name, mtp, microbatches)
         for name in names
@@ -113,7 +113,9 @@ def test_what_has_no_rows_says_why() -> None:
     assert told(resolve_model("tiny").config) == {"superpod": f"not for this model: {experts}"}
     assert not left_out(resolve_model("tiny-r1").config)
     shared = "the model has no shared expert, found experts.shared_dies=32"
-    assert told(odd("256 experts, none shared")) == {"superpod": f"not for this model: {shared}"}
+    without_shared = told(odd("256 experts, none shared"))
+    assert without_shared["superpod"] == f"not for this model: {shared}"
+    assert set(without_shared) == set(OF_PAPERS)
     needed = "not for this model: moe-attention needs a model with routed experts"
     assert told(odd("dense"))["moe-attention"] == needed
     (without,) = [

@@ -53,12 +53,12 @@ def fill_slots(reconfiguration: Reconfiguration) -> None:
     placed, memories = reconfiguration.experts, reconfiguration.pod.memories
     for layer, row in enumerate(phy2log):
         for holder, (_, mem) in enumerate(reconfiguration.holders):
-            assert mem.redundant is not None
-            for slot in range(placed.redundant_slots):
+            for slot, physical in enumerate(placed.free_slots[holder]):
+                assert mem.redundant is not None
                 expert = (7 * layer + 5 * holder + 3 * slot) % storage.config.n_routed_experts
                 if expert in [row[at] for at in mem.slots] or (holder + slot) % 3 == 2:
                     continue
-                row[mem.slots.stop - placed.redundant_slots + slot] = expert
+                row[physical] = expert
                 for (at, nbytes), array in zip(
                     mem.redundant.pieces(layer, slot), storage.read(layer, expert), strict=True
                 ):

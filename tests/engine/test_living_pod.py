@@ -111,7 +111,7 @@ async def live(engine: Engine, seed: int) -> Life:
     async def history() -> None:
         changes = []
         # Experts move after some steps: where they do, there is more time, and more in it.
-        length, longest = (16, 6.6) if engine.plan.tes[0].sizes.experts.redundant_slots else (12, 6)
+        length, longest = (16, 6.6) if engine.plan.tes[0].sizes.experts.has_slots else (12, 6)
         for number in range(rng.randint(6, length)):
             await clock.sleep(round(10 ** rng.uniform(4, longest)))
             name = rng.choice([te.sizes.place.name for te in engine.je.tes])

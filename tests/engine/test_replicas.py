@@ -559,6 +559,25 @@ def test_even_load_or_none_needs_no_replicas(tiny_config: ModelConfig) -> None:
         ("colocated", ["dies=17"], "dies=17 is more than the model's 16 routed experts"),
         ("colocated", ["dies=19", "experts.shared_dies=2"], "more than the model's 16 routed experts"),
         ("pd", ["decode.dies=1", "experts.redundant_slots=1"], "decode 0 has 1 die with routed experts"),
+        ("pd", ["decode.redundant_slots=13"], "decode.redundant_slots=13: decode 0 has 4 dies"),
+        ("pd", ["decode.shared_dies=4"], "decode.shared_dies=4 leaves no die of 4 for routed experts"),
+        ("pd", ["decode.shared_dies=-1"], "decode.shared_dies must be 0 or more, found -1"),
+        ("pd", ["decode.experts_per_die=0"], "decode.experts_per_die must be at least 1, found 0"),
+        ("pd", ["decode.experts_per_die=4"], "holds between 5 and 17 experts, the shared one counted"),
+        ("pd", ["decode.experts_per_die=5", "decode.shared_dies=1"], "holds between 6 and 16 experts"),
+        ("pd", ["decode.dies=20", "prefill.experts_per_die=9"], "decode.dies=20 is more than the model's 16"),
+        (
+            "pd",
+            ["prefill.experts_per_die=9", "prefill.redundant_slots=1"],
+            "is for replicas: choose one",
+        ),
+        ("monolithic", ["decode.experts_per_die=9"], "decode is no setting of monolithic"),
+        (
+            "transformerless",
+            ["decode.shared_dies=1"],
+            "decode.shared_dies it has prefill.shared_dies and",
+        ),
+        ("eaas", ["experts.experts_per_die=9"], "pods whose dies exchange tokens in a group"),
     ],
 )
 def test_refusals(name: str, overrides: list[str], reason: str, tiny_config: ModelConfig) -> None:

@@ -9,10 +9,11 @@ from typing import NamedTuple
 from xdeepserve.comm.distflow import backend_between
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import Device, ExecutionConfig
-from xdeepserve.engine.deploy.sizes import StepSizes, TEPlace
+from xdeepserve.engine.deploy.sizes import ExpertSizes, StepSizes, TEPlace
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.te.te_plan import TEPlan
+from xdeepserve.model.config import ModelConfig
 
 MIB = 1 << 20
 NAMES: dict[Device, str] = {"cm384": "CloudMatrix384 dies", "910b": "Ascend 910B"}  # others: in capitals
@@ -126,20 +127,54 @@ def fullest(plan: PodPlan) -> list[DieMemoryUse]:
 
 def _replicas(plan: PodPlan) -> list[str]:
     """Describe copies of experts, or room for replicas of hot ones, and when these change."""
-    s = next((te.sizes for te in plan.tes if te.sizes.experts.redundant_slots), None)
-    if s is None:
+    rooms = [te for te in plan.tes if te.sizes.experts.has_slots]
+    if not rooms:
         return []
-    if s.experts.copies_of:
-        copies = sum(map(len, s.experts.copies_of)) // s.experts.experts_of[-1].stop
+    experts = rooms[0].sizes.experts
+    if experts.copies_of:
+        copies = sum(map(len, experts.copies_of)) // experts.experts_of[-1].stop
         if not copies:
             return []
         servers = "another server" if copies == 1 else f"{copies} other servers"
         return [f"copies      each routed expert is on {servers}, too, from the start"]
-    slots = f"{s.experts.redundant_slots} redundant slot{'s' if s.experts.redundant_slots > 1 else ''}"
     when = "never filled"
-    if s.experts.balance_interval_ns:
-        when = f"balanced every {s.experts.balance_interval_ns / 1e9:g} s of virtual time"
-    return [f"replicas    {slots} in each layer on each die with experts, {when}"]
+    if experts.balance_interval_ns:
+        when = f"balanced every {experts.balance_interval_ns / 1e9:g} s of virtual time"
+    roles = {te.sizes.place.role: te for te in rooms}
+    lines: list[str] = []
+    for role, te in roles.items():
+        which = f" ({role})" if len({each.sizes.place.role for each in plan.tes}) > 1 else ""
+        lines += [
+            f"{'' if lines else 'replicas':<12}{_room(te.sizes.experts)}, {when}{which}",
+            f"{'':12}{_experts_by_die(plan.config, te.sizes.experts)}{which}",
+        ]
+    return lines
+
+
+def _room(experts: ExpertSizes) -> str:
+    """Describe the redundant slots of a TE."""
+    each = set(experts.redundant_of)
+    number = max(each) if len(each) == 1 else sum(experts.redundant_of)
+    slots = f"{number} redundant slot{'s' if number > 1 else ''} in each layer"
+    first = ", filled from the start" if experts.first_of else ""
+    if len(each) == 1:
+        return f"{slots} on each die with experts{first}"
+    return f"{slots} on {counted(sum(map(bool, experts.redundant_of)))}{first}"
+
+
+def _experts_by_die(config: ModelConfig, experts: ExpertSizes) -> str:
+    """Count the experts on each die of a TE, for runs of dies with equally many of each kind."""
+    is_on_each = experts.where == "among" and not experts.num_shared_dies and bool(config.n_shared_experts)
+    kinds = [
+        (len(held), redundant, int(is_on_each or experts.is_shared(holder)))
+        for holder, (held, redundant) in enumerate(zip(experts.experts_of, experts.redundant_of, strict=True))
+    ]
+    names = ("routed", "redundant", "shared")
+    runs = ((kind, len(list(alike))) for kind, alike in itertools.groupby(kinds))
+    return "; ".join(
+        f"{counted(dies)} with {' + '.join(f'{n} {name}' for n, name in zip(kind, names, strict=True) if n)}"
+        for kind, dies in runs
+    )
 
 
 def _vacancies(plan: PodPlan) -> list[str]:

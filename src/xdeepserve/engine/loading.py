@@ -254,6 +254,8 @@ class Loading:
         return (good[0], None) if good else None
 
     def _can_read(self, te: TEPlan) -> bool:
+        if te.sizes.experts.first_of:
+            return False  # EPLB may have replaced what the slots were loaded with
         return te not in self._failed and not te.has_bad_pages and _is_alike(te, self.te)
 
     async def _find_peer(self, is_timing_only: bool) -> bool:

@@ -11,6 +11,7 @@ from xdeepserve.verify.case import LATE, Case
 PAPERS_EXPERTS = 256  # of DeepSeek-V3
 MANY = 64  # routed experts, beyond which a die for each is too slow as tasks
 REPLICAS = ("experts.redundant_slots=1", "experts.balance_interval=0.001", "experts.balance_slices=1")
+ONE_EACH = ("experts.redundant_slots=0", "experts.experts_per_die=1")  # of every kind, on dies of their own
 
 
 def tensor_parallel(config: ModelConfig, dies: int) -> list[Case]:
@@ -160,6 +161,8 @@ def replicas(config: ModelConfig, dies: int) -> list[Case]:
         ]
         if config.n_routed_experts <= MANY:
             ways.append(("colocated", "EPLB every ms, more dies than routed experts", alone))
+            one = (f"dies={config.n_routed_experts + 4}", "experts.shared_dies=2", *ONE_EACH)
+            ways.append(("colocated", "EPLB every ms, one expert on each die", one))
     rows = [
         Case(name, variant, (*REPLICAS, *overrides), crowded=True, reconfigurations=1)
         for name, variant, overrides in ways
@@ -172,6 +175,31 @@ def replicas(config: ModelConfig, dies: int) -> list[Case]:
         own = ("experts.shared_dies=1", "prefill.tp=1", "prefill.dies=2", "decode.dies=2")
         rows.append(Case("pd", "a die of the shared expert in each TE", own, crowded=True))
     return rows
+
+
+def pods_of_papers(config: ModelConfig) -> list[Case]:
+    """List the rows of the papers' pods, with small batches and as many dies as the model has experts for.
+
+    With 256 routed experts a decode TE has all of the paper's dies.
+    """
+    num, eighth = config.n_routed_experts, config.n_routed_experts // 8
+    if num % 8 or not config.n_shared_experts:
+        return []
+    small = ("max_model_len=256", "cache.num_blocks=16")
+    few = ("scheduler.max_num_seqs=8", "scheduler.max_num_batched_tokens=32")
+    prefill = ("prefill.count=2", "prefill.dies=4", "prefill.tp=4", "prefill.max_num_batched_tokens=64")
+    held = f"prefill.experts_per_die={num // 4 + 2}"
+    decode = (f"decode.dies={num + 2 * eighth}", f"decode.shared_dies={eighth}")
+    whole = ("pipeline.microbatches=1",) if num > MANY else ()  # halves of steps would be tasks
+    pods: dict[str, tuple[str, ...]] = {
+        "dp288": (f"dies={num + eighth}", f"experts.shared_dies={eighth}", *few),
+        "production": (f"decode.dies={num // 2}", held, *prefill),
+        "cloudmatrix384": (*decode, held, *prefill, *whole),
+    }
+    return [
+        Case(name, f"on {num} routed experts", (*overrides, *small), crowded=True)
+        for name, overrides in pods.items()
+    ]
 
 
 def papers(config: ModelConfig) -> list[Case]:

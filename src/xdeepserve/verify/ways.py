@@ -21,6 +21,7 @@ from xdeepserve.verify.parallel import (
     out_projections,
     papers,
     pipelines,
+    pods_of_papers,
     replicas,
     tensor_parallel,
 )
@@ -55,7 +56,7 @@ def all_cases(config: ModelConfig) -> list[Case]:
         if num_experts >= 256:
             rows.append(Case("moe-attention", "dataflow, 480 + 288 dies", DATAFLOW_ON_ALL))
         if num_experts > 1:
-            rows += replicas(config, dies) + papers(config)
+            rows += replicas(config, dies) + papers(config) + pods_of_papers(config)
         rows += microbatches(config)
         rows += [case for name in names if has_services(name) for case in services(name, config)]
     rows += tensor_parallel(config, dies) + out_projections(config, dies) + transfers(config, dies)

@@ -30,7 +30,7 @@ from xdeepserve.engine.balance.trigger import EPLBTrigger, Skew
 from xdeepserve.engine.deploy.sizes import ExpertSizes
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.expert_memory import ExpertMemory
-from xdeepserve.engine.die.replicas import NOTHING, RedundantSlots, primaries_only, replica_tables
+from xdeepserve.engine.die.replicas import NOTHING, RedundantSlots, first_map, replica_tables
 from xdeepserve.engine.messages import (
     CollectLoad,
     ExpertsLoaded,
@@ -116,8 +116,8 @@ class Reconfiguration:
         self.pod, self.experts, self.gates, self.holders = pod, experts, gates, list(holders)
         self._is_out = is_out
         self.storage, self.trigger, self._reports = storage, trigger, reports
-        self._slots_of = experts.slots_of
-        self.phy2log = primaries_only(experts)  # in force for the latest step
+        self._free_slots = experts.free_slots
+        self.phy2log = first_map(experts)  # in force for the latest step
         self._target: list[list[int]] = []  # after this reconfiguration
         self._changes: list[Change] = []
         self.phase: Phase = "idle"
@@ -189,8 +189,7 @@ class Reconfiguration:
         coming = {(each.layer, self._physical(each)) for each in self._changes}
         if self.phase in ("loading", "loaded"):  # what has been loaded so far may be lost with the slots
             coming = set()
-        slots = self._slots_of[holder]
-        for physical in range(slots.stop - self.experts.redundant_slots, slots.stop):
+        for physical in self._free_slots[holder]:
             for layer, row in enumerate(self.phy2log):
                 row[physical] = NOTHING
                 if self._target and (layer, physical) not in coming:
@@ -264,11 +263,11 @@ class Reconfiguration:
 
     def _redundant(self, row: Sequence[int], holder: int) -> Sequence[int]:
         """Return a holder's redundant slots from a layer's row of phy2log."""
-        slots = self._slots_of[holder]
-        return row[slots.stop - self.experts.redundant_slots : slots.stop]
+        slots = self._free_slots[holder]
+        return row[slots.start : slots.stop]
 
     def _physical(self, change: Change) -> int:
-        return self._slots_of[change.holder].stop - self.experts.redundant_slots + change.slot
+        return self._free_slots[change.holder][change.slot]
 
     def _decide(self) -> None:
         """Start a reconfiguration at the end of an interval, if the trigger asks for one.

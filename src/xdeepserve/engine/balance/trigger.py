@@ -40,7 +40,7 @@ class EPLBTrigger:
         copies = top_k * experts.num_shared_dies
         self._base = [experts.is_shared(die) / max(1, copies) for die in range(len(experts.experts_of))]
         self._primary = [die for die, held in enumerate(experts.experts_of) for _ in held]
-        free = [experts.redundant_slots] * len(experts.experts_of)
+        free = experts.redundant_of
         self._place, self._slots = place, Slots(self._primary, free, self._base, experts.max_replicas)
         self._slices: deque[Counts] = deque(maxlen=experts.balance_slices)
         self._cold = experts.cold_tokens

@@ -306,6 +306,11 @@ class TEConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 1
     max_num_seqs: Annotated[Count | None, "the scheduler's, on TEs of this role alone"] = None
     max_num_batched_tokens: Annotated[Count | None, "the scheduler's, on TEs of this role alone"] = None
+    shared_dies: Annotated[
+        Natural | None, "as experts.shared_dies, in TEs of this role, whose attention dies have experts"
+    ] = None
+    redundant_slots: Annotated[Natural | None, "as experts.redundant_slots, in TEs of this role alone"] = None
+    experts_per_die: Annotated[Count | None, "as experts.experts_per_die, in TEs of this role alone"] = None
 
 
 class ListedTE(TEConfig, frozen=True, forbid_unknown_fields=True):
@@ -375,6 +380,11 @@ class ExpertConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     redundant_slots: Annotated[
         Natural, "slots per die and layer for replicas of hot routed experts (EPLB)"
     ] = 0
+    experts_per_die: Annotated[
+        Count | None,
+        "in place of redundant_slots, what a die with experts has of each layer in all: routed experts, the "
+        "shared one if it is there, and in slots for the rest replicas, from the start",
+    ] = None
     balance_interval: Annotated[NonNegative, "virtual seconds of load that decide on replicas; 0: none"] = (
         60.0
     )

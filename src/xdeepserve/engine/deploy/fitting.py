@@ -19,6 +19,7 @@ from xdeepserve.engine.deploy.deployment import (
 from xdeepserve.engine.deploy.policies import ADMISSION, DISPATCH
 from xdeepserve.engine.deploy.roles import AT_EXPERTS, TEKind, Turns
 from xdeepserve.engine.deploy.sizes import (
+    MAX_REPLICAS,
     ExpertSizes,
     GroupSizes,
     KVSizes,
@@ -50,8 +51,7 @@ def fit(deployment: Deployment, config: ModelConfig, is_timing_only: bool = Fals
     reasons = refusals.reasons_against(deployment, config) + teams.reasons
     reasons += rules.refused(deployment, rules.TIMING_ONLY if is_timing_only else rules.WITH_TOKENS)
     if not reasons:
-        holders = {te.name: te.num_holders for te in tes}
-        reasons += refusals.reasons_against_slots(deployment, num_experts, holders)
+        reasons += refusals.reasons_against_slots(tes, num_experts, config.n_shared_experts)
     first_die = _places(deployment, tes, reasons)
     if reasons:
         raise DeploymentError(f"deployment {deployment.name}: " + "; ".join(dict.fromkeys(reasons)))
@@ -148,6 +148,33 @@ def _spread(num_experts: int, te: TEDies, counts: Sequence[int] | None, vacant: 
     return (*shares, *[range(num_experts, num_experts)] * (te.num_holders - first))
 
 
+def _free_slots(te: TEDies, experts_of: Sequence[range], shared_here: int) -> tuple[int, ...]:
+    """Return the redundant slots of each die that may hold experts, in each layer.
+
+    A replica lies on another die than its primary: a die has no use for more slots than that allows.
+    `shared_here` counts the shared expert of dies that have it for themselves alone.
+    """
+    num_experts, first_shared = experts_of[-1].stop, te.num_holders - te.num_shared_dies
+    if te.room.per_die is None:
+        useful = num_experts - -(-num_experts // te.num_holders)
+        return (min(te.room.slots, useful),) * len(experts_of)
+    shared = [shared_here if not te.num_shared_dies else n >= first_shared for n in range(te.num_holders)]
+    rooms = (min(te.room.per_die - here, num_experts) for here in shared)
+    return tuple(max(0, room - len(held)) for room, held in zip(rooms, experts_of, strict=True))
+
+
+def _first_replicas(experts_of: Sequence[range], free: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Choose what redundant slots hold until EPLB knows the load: experts with the fewest replicas first."""
+    num_replicas = [1] * experts_of[-1].stop
+    held: list[tuple[int, ...]] = []
+    for own, slots in zip(experts_of, free, strict=True):
+        others = [e for e, num in enumerate(num_replicas) if e not in own and num < MAX_REPLICAS]
+        held.append(tuple(sorted(others, key=num_replicas.__getitem__)[:slots]))
+        for expert in held[-1]:
+            num_replicas[expert] += 1
+    return tuple(held)
+
+
 def _copies(
     experts: ExpertConfig, te: TEDies, experts_of: Sequence[range], vacant: int
 ) -> tuple[tuple[int, ...], ...]:
@@ -229,6 +256,10 @@ def _expert_sizes(d: Deployment, config: ModelConfig, te: TEDies, vacant: int) -
     experts, num_mtp = d.experts or ExpertConfig(), num_mtp_layers(d, config)
     experts_of = _spread(num_routed_experts(config, d.mtp), te, experts.counts, vacant)
     copies_of = _copies(experts, te, experts_of, vacant)
+    is_apart = te.kind.is_apart
+    slots = _free_slots(te, experts_of, 0 if is_apart else min(1, config.n_shared_experts))
+    if copies_of:
+        slots = (max(map(len, copies_of)),) * len(experts_of)
     layers = [i for i in range(config.num_hidden_layers + num_mtp) if config.is_moe(i)]
     order = list(range(len(layers)))
     if num_mtp and layers:  # fewer layers of MTP than drafts: the first one is used again
@@ -241,8 +272,9 @@ def _expert_sizes(d: Deployment, config: ModelConfig, te: TEDies, vacant: int) -
         order=tuple(order),
         experts_of=experts_of,
         num_shared_dies=te.num_shared_dies,
-        redundant_slots=max(map(len, copies_of), default=experts.redundant_slots),
+        redundant_of=slots,
         copies_of=copies_of,
+        first_of=() if te.room.per_die is None else _first_replicas(experts_of, slots),
         balance_interval_ns=0 if copies_of else math.ceil(1e9 * experts.balance_interval),
         balance_slices=experts.balance_slices,
         cold_tokens=experts.cold_tokens,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Sequence
 
-from xdeepserve.engine.deploy.deployment import Deployment, ExpertConfig, PipelineConfig
+from xdeepserve.engine.deploy.deployment import Deployment, PipelineConfig
 from xdeepserve.engine.deploy.policies import BY_SETTING
-from xdeepserve.engine.deploy.rules import EXCLUDED, LOCKSTEP, of_single_settings, refused
+from xdeepserve.engine.deploy.rules import EXCLUDED, LOCKSTEP, of_single_settings, refused, room_for_replicas
 from xdeepserve.engine.deploy.settings import given
-from xdeepserve.engine.deploy.teams import num_routed_experts
+from xdeepserve.engine.deploy.teams import TEDies, num_routed_experts
 from xdeepserve.errors import abridged
 from xdeepserve.hw.accelerators import atlas_a2
 from xdeepserve.hw.spec import Spec
@@ -102,10 +102,9 @@ def _against_drafts(d: Deployment, config: ModelConfig) -> list[str]:
 
 
 def _against_replicas(d: Deployment, config: ModelConfig) -> list[str]:
-    has_slots = (d.experts or ExpertConfig()).redundant_slots > 0
-    if has_slots and not num_routed_experts(config, d.mtp):
-        return ["experts.redundant_slots needs a model with routed experts"]
-    return []
+    if num_routed_experts(config, d.mtp):
+        return []
+    return [f"{setting.key} needs a model with routed experts" for setting, _ in room_for_replicas(d)]
 
 
 def _against_health(d: Deployment) -> list[str]:
@@ -143,18 +142,27 @@ def _against_pool(d: Deployment) -> list[str]:
 # ---- replicas of experts ----------------------------------------------------------------------------
 
 
-def reasons_against_slots(d: Deployment, num_experts: int, num_holders: Mapping[str, int]) -> list[str]:
-    """Return the reasons against the number of slots for replicas.
+def reasons_against_slots(tes: Sequence[TEDies], num_routed: int, num_shared: int) -> list[str]:
+    """Return the reasons against the room for replicas, in a model of so many experts.
 
-    `num_experts` are the model's routed experts, `num_holders` the dies with some of them of each TE. A
-    replica lies on another die than its primary, so a die has use for as many as the others have experts.
+    A replica lies on another die than its primary, so a die has use for as many as the others have experts.
     """
-    slots, reasons = (d.experts or ExpertConfig()).redundant_slots, []
-    for te, dies in num_holders.items():
-        elsewhere = num_experts - -(-num_experts // dies)
+    reasons = []
+    for te in tes if num_routed else ():
+        dies, (key, slots, per_die) = te.num_holders, te.room
+        elsewhere, said = num_routed - -(-num_routed // dies), f"{dies} {'die' if dies == 1 else 'dies'}"
+        # What the fullest die holds, and the others, before there is any replica.
+        most = -(-num_routed // min(dies - te.num_shared_dies, num_routed))
+        is_on_each = bool(num_shared) and not te.num_shared_dies and not te.kind.is_apart
         if slots > elsewhere:
             reasons.append(
-                f"experts.redundant_slots={slots}: {te} has {dies} {'die' if dies == 1 else 'dies'} with "
-                f"routed experts, each of which has use for {elsewhere} at most"
+                f"{key}={slots}: {te.name} has {said} with routed experts, each of which has use for "
+                f"{elsewhere} at most"
+            )
+        elif per_die is not None and not most + is_on_each <= per_die <= num_routed + is_on_each:
+            shared = ", the shared one counted" if is_on_each else ""
+            reasons.append(
+                f"{key}={per_die}: {te.name} has {said}, each of which holds between {most + is_on_each} and "
+                f"{num_routed + is_on_each} experts{shared}"
             )
     return reasons

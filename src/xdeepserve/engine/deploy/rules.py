@@ -65,6 +65,12 @@ ONLY = (
         "load",
     ),
     Only("experts.vacancies", has_services, SERVICES),
+    Only(
+        "experts.experts_per_die",
+        lambda kind: not has_services(kind),
+        "pods whose dies exchange tokens in a group",
+        "; expert servers have experts.counts and experts.copies",
+    ),
     Only("experts.transport", has_services, SERVICES),
     Only("experts.monitor", has_services, SERVICES),
 )
@@ -155,6 +161,12 @@ def off_ub(d: Deployment) -> str:
 
 def _experts(d: Deployment) -> ExpertConfig:
     return d.experts or ExpertConfig()
+
+
+def room_for_replicas(d: Deployment) -> list[tuple[Setting, Any]]:
+    """Return the settings that give dies room for replicas of routed experts, of all TEs or of a role's."""
+    names = ("redundant_slots", "experts_per_die")
+    return [each for each in given(d) if each[0].key.rpartition(".")[2] in names and each[1]]
 
 
 def _pipeline(d: Deployment) -> PipelineConfig:
@@ -374,7 +386,7 @@ WITHOUT_EFFECT = (
     ),
     SettingRule(
         ("experts.balance_interval", "experts.balance_slices", "experts.cold_tokens", "experts.placement"),
-        lambda d: not _experts(d).redundant_slots,
+        lambda d: not room_for_replicas(d),
         "without experts.redundant_slots no expert has replicas",
     ),
     SettingRule(

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from msgspec.structs import replace
-
 from xdeepserve.engine.deploy.deployment import AttentionConfig, Deployment, Role
 from xdeepserve.engine.deploy.fitting import size
 from xdeepserve.engine.deploy.sizes import Sizes
-from xdeepserve.engine.deploy.teams import Teams, TEDies, num_routed_experts
+from xdeepserve.engine.deploy.teams import Teams, TEDies
 from xdeepserve.model.config import ModelConfig
 
 
@@ -27,15 +25,9 @@ def largest(
     tes = [te for te in Teams(deployment, config, is_timing_only).tes() if te.kind.role == role]
     if not tes:
         return None
-    num_experts = num_routed_experts(config, deployment.mtp)
     smaller = _smaller(tes[0], (deployment.attention or AttentionConfig()).domains)
     for te, num_domains in ((te, num_domains) for te, num_domains in smaller if te.total <= most):
-        sizes = size(deployment, config, te, 0, is_timing_only, num_domains)
-        # A replica lies on another die than its primary.
-        useful = num_experts - -(-num_experts // te.num_holders)
-        experts = sizes.experts
-        slots = experts.redundant_slots if experts.copies_of else min(experts.redundant_slots, useful)
-        return replace(sizes, experts=replace(experts, redundant_slots=slots))
+        return size(deployment, config, te, 0, is_timing_only, num_domains)
     return None
 
 

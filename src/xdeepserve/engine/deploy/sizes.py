@@ -225,8 +225,9 @@ class ExpertSizes(msgspec.Struct, frozen=True, kw_only=True):
     order: tuple[int, ...]  # of `layers` in a step, by index: one of MTP may come several times
     experts_of: tuple[range, ...]  # the routed experts of each holder; may be none
     num_shared_dies: int = 0  # the last holders, each with a copy of the shared expert for others
-    redundant_slots: int = 0  # of each layer, on each holder: see engine/die/replicas.py
-    copies_of: tuple[tuple[int, ...], ...] = ()  # routed experts that holders have from the start, if any
+    redundant_of: tuple[int, ...]  # slots of each layer, on each holder: see engine/die/replicas.py
+    copies_of: tuple[tuple[int, ...], ...] = ()  # routed experts that holders have there all along, if any
+    first_of: tuple[tuple[int, ...], ...] = ()  # what they have there until EPLB knows the load, if anything
     balance_interval_ns: int = 0  # between decisions on replicas; 0: never
     balance_slices: int = 1  # of an interval
     cold_tokens: int = 0  # of a slice, that an expert costs at least
@@ -238,8 +239,19 @@ class ExpertSizes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_primary_dies(self) -> int:
-        """Number of holders with routed experts of their own, not only replicas."""
-        return sum(len(held) > 0 for held in self.experts_of)
+        """Number of holders with routed experts of their own, or with replicas from the start."""
+        first = self.first_of or ((),) * len(self.experts_of)
+        return sum(bool(held or more) for held, more in zip(self.experts_of, first, strict=True))
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether some holder has redundant slots."""
+        return any(self.redundant_of)
+
+    def loaded_of(self, holder: int) -> tuple[int, ...]:
+        """Return the experts that a holder's redundant slots are loaded with, in order."""
+        loaded = self.copies_of or self.first_of
+        return loaded[holder] if loaded else ()
 
     def is_shared(self, holder: int) -> bool:
         """Whether a holder has a copy of the shared expert for other dies' tokens."""
@@ -248,7 +260,7 @@ class ExpertSizes(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_slots(self) -> int:
         """Number of physical routed experts; the copies of the shared expert are numbered from there on."""
-        return sum(map(len, self.experts_of)) + len(self.experts_of) * self.redundant_slots
+        return sum(map(len, self.experts_of)) + sum(self.redundant_of)
 
     def shared_expert(self, rank: int) -> int | None:
         """Return the physical number of the shared expert for a rank's tokens; None if it is on the same
@@ -270,9 +282,15 @@ class ExpertSizes(msgspec.Struct, frozen=True, kw_only=True):
     def slots_of(self) -> tuple[range, ...]:
         """Physical experts of each holder: its own in order, then its redundant slots."""
         ends = [0]
-        for held in self.experts_of:
-            ends.append(ends[-1] + len(held) + self.redundant_slots)
+        for held, redundant in zip(self.experts_of, self.redundant_of, strict=True):
+            ends.append(ends[-1] + len(held) + redundant)
         return tuple(range(first, end) for first, end in pairwise(ends))
+
+    @property
+    def free_slots(self) -> tuple[range, ...]:
+        """Physical numbers of the redundant slots of each holder."""
+        own = zip(self.slots_of, self.redundant_of, strict=True)
+        return tuple(range(slots.stop - redundant, slots.stop) for slots, redundant in own)
 
 
 class TESettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,6 +17,19 @@ from xdeepserve.model.config import TP_SIZES, ModelConfig, tp_sizes
 SHARED_INPUTS = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
 
 
+class ReplicaRoom(NamedTuple):
+    """Setting that says how much room the dies of a TE have for replicas of routed experts."""
+
+    key: str
+    slots: int = 0  # of each die with experts
+    per_die: int | None = None  # experts of each die in all, in place of `slots`
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no room for replicas."""
+        return not self.slots and self.per_die is None
+
+
 class TEDies(NamedTuple):
     """TE with a known number of dies, not yet fitted to the model."""
 
@@ -27,6 +40,7 @@ class TEDies(NamedTuple):
     num_routed_dies: int = 0  # of their own; 0: experts live with attention
     num_shared_dies: int = 0  # with a copy of the shared expert for others, of their own or with attention
     devices: tuple[Device, Device] = ("cm384", "cm384")  # of attention, of experts on dies of their own
+    room: ReplicaRoom = ReplicaRoom("experts.redundant_slots")
 
     @property
     def num_holders(self) -> int:
@@ -61,14 +75,12 @@ def num_routed_experts(config: ModelConfig, mtp: int) -> int:
 class Teams:
     """Makes the TEs of a deployment; `reasons` collects errors in their settings.
 
-    With redundant slots there may be more dies than routed experts: the rest hold replicas alone. A run that
-    `is_timing_only` takes the slots for granted.
+    A run that `is_timing_only` takes redundant slots for granted.
     """
 
     def __init__(self, d: Deployment, config: ModelConfig, is_timing_only: bool) -> None:
         self.d, self.config = d, config
-        has_slots = d.experts is not None and (d.experts.redundant_slots > 0 or d.experts.copies > 0)
-        self.has_redundant_slots = is_timing_only or has_slots
+        self.is_timing_only = is_timing_only
         self.num_experts = num_routed_experts(config, d.mtp)
         self.reasons: list[str] = []
 
@@ -116,37 +128,66 @@ class Teams:
                 f"{prefix}hardware={te.hardware}: decode needs the interconnect of CloudMatrix dies; "
                 "TEs of role prefill may have 910b"
             )
-        shared = self._shared_among() if row.can_share else 0
+        shared, shared_key = self._shared_among(row, te, prefix)
+        room = self._room(te, prefix)
+
+        def num_of(tp: int = 1, group: str = "") -> int:
+            num_dies = self._dies(f"{prefix}dies", te.dies, row.dies, room, tp, group, shared)
+            if 1 <= num_dies <= shared:
+                self.reasons.append(f"{shared_key}={shared} leaves no die of {num_dies} for routed experts")
+            return num_dies
+
         if te.o_proj_tp != 1:
             tp = 1
             of_projection = self._o_proj_tp(f"{prefix}o_proj_tp", te)
-            num_dies = self._dies(
-                f"{prefix}dies", te.dies, row.dies, of_projection, shared, f"o_proj_tp={of_projection}"
-            )
+            num_dies = num_of(of_projection, f"o_proj_tp={of_projection}")
         elif te.tp is None:
-            num_dies = self._dies(f"{prefix}dies", te.dies, row.dies, num_shared=shared)
+            num_dies = num_of()
             sizes = tp_sizes(self.config, te.tp_mode)
             tp = max(size for size in sizes if size <= row.tp and not num_dies % size)
         else:
             tp = self._tp(f"{prefix}tp", te)
-            num_dies = self._dies(f"{prefix}dies", te.dies, row.dies, tp, shared)
+            num_dies = num_of(tp)
         if row.is_single and num_dies != 1:
             self.reasons.append(
                 f"{self.d.kind} is one die, not dies={num_dies}; colocated spreads over several"
             )
         self._check_limits(prefix, te, num_dies)
         given = msgspec.structs.replace(te, tp=tp)
-        return [TEDies(row.te_name(i), row, num_dies, given, num_shared_dies=shared) for i in range(te.count)]
+        return [
+            TEDies(row.te_name(i), row, num_dies, given, num_shared_dies=shared, room=room)
+            for i in range(te.count)
+        ]
 
-    def _shared_among(self) -> int:
-        """Return the number of attention dies with a shared-expert copy for all others; 0 if each has its
-        own."""
-        shared = (self.d.experts and self.d.experts.shared_dies) or 0
+    def _shared_among(self, row: TEKind, te: TEConfig, prefix: str) -> tuple[int, str]:
+        """Return the number of attention dies with a shared-expert copy for all others, and its setting; 0 if
+        each has its own."""
+        shared, key = te.shared_dies, f"{prefix}shared_dies"
+        if shared is None:
+            shared, key = self._experts.shared_dies if row.can_share else None, "experts.shared_dies"
+        shared = shared or 0
         if shared > 0 and not (self.num_experts and self.config.n_shared_experts):
-            self.reasons.append(f"the model has no shared expert, found experts.shared_dies={shared}")
+            self.reasons.append(f"the model has no shared expert, found {key}={shared}")
         elif shared > 0:
             self._check_shared_inputs()
-        return shared
+        return shared, key
+
+    @property
+    def _experts(self) -> ExpertConfig:
+        return self.d.experts or ExpertConfig()
+
+    def _room(self, te: TEConfig | ExpertConfig, prefix: str) -> ReplicaRoom:
+        """Return a TE's room for replicas: as its own settings say, or else those of all experts."""
+        slots, per_die = te.redundant_slots, te.experts_per_die
+        if slots is None and per_die is None:
+            return self._room(self._experts, "experts.")
+        if slots and per_die is not None:
+            self.reasons.append(
+                f"{prefix}redundant_slots={slots} and {prefix}experts_per_die={per_die} both say how much "
+                "room there is for replicas: choose one"
+            )
+        name = "redundant_slots" if per_die is None else "experts_per_die"
+        return ReplicaRoom(f"{prefix}{name}", slots or 0, per_die)
 
     def _check_shared_inputs(self) -> None:
         if any(each.endswith(SHARED_INPUTS) for each in self.config.kept_float):
@@ -186,7 +227,8 @@ class Teams:
         wanted = experts.routed_dies
         if wanted is None and experts.counts is not None:
             wanted = len(experts.counts)
-        routed = self._dies("experts.routed_dies", wanted, row.dies)
+        room = self._room(experts, "experts.")
+        routed = self._dies("experts.routed_dies", wanted, row.dies, room)
         shared = experts.shared_dies
         if shared is None:  # with copies of the routed ones two, so that one of them may be lost
             least = 2 if row.has_services and experts.copies else 1
@@ -200,21 +242,23 @@ class Teams:
         num_dies = attention.domains * attention.dies
         vacant = max(0, experts.vacancies) if row.has_services else 0
         devices = attention.hardware, experts.hardware
-        return [TEDies(name, row, num_dies, TEConfig(tp=1), routed + vacant, shared, devices)]
+        return [TEDies(name, row, num_dies, TEConfig(tp=1), routed + vacant, shared, devices, room)]
 
     def _dies(
         self,
         key: str,
         dies: int | None,
         default: int,
+        room: ReplicaRoom,
         tp: int = 1,
-        num_shared: int = 0,
         group: str = "",
+        num_shared: int = 0,
     ) -> int:
         """Decide the number of dies: as asked for, or by default as many as the experts can be on.
 
         The number must be made of groups of `tp`, which the setting `group` gives. `num_shared` of the dies
-        have a copy of the shared expert, and no routed experts of their own.
+        have a copy of the shared expert, and no routed experts of their own. With `room` for replicas there
+        may be more dies than routed experts: the rest hold replicas alone.
         """
         num_dies = dies
         if num_dies is None:
@@ -222,11 +266,10 @@ class Teams:
             num_dies = max(tp, fitting - fitting % tp)
         if num_dies < 1:
             return num_dies  # `out_of_bounds` refuses it
+        is_free = self.is_timing_only or not room.is_empty or self._experts.copies > 0
         if num_dies <= num_shared:
-            self.reasons.append(
-                f"experts.shared_dies={num_shared} leaves no die of {num_dies} for routed experts"
-            )
-        elif self.num_experts and num_dies - num_shared > self.num_experts and not self.has_redundant_slots:
+            return num_dies  # and so is this
+        if self.num_experts and num_dies - num_shared > self.num_experts and not is_free:
             most = self.num_experts + num_shared
             self.reasons.append(
                 f"{key}={num_dies} is more than the model's {self.num_experts} routed experts"

@@ -56,12 +56,13 @@ class DieMemory:
         self.heads = range(first * per_rank, (first + 1) * per_rank)
         is_apart = placed.where == "away"
         self.experts = range(0) if is_apart else placed.experts_of[rank]
-        self.held = self.experts  # what is loaded; other slots are filled later, or never
+        # What is loaded into the first slots; others are filled later, or never.
+        self.held = self.experts if is_apart else (*self.experts, *placed.loaded_of(rank))
         self.slots = range(0) if is_apart else placed.slots_of[rank]  # their physical numbers
         self.is_shared = not is_apart and placed.is_shared(rank)  # a copy of the shared one for all
         # Tokens are led to replicas of experts, or to copies of the shared one on other dies.
         self.is_dispatched = not is_apart and placed.num_shared_dies > 0  # the shared one's rows, too
-        self.has_routes = placed.redundant_slots > 0 or self.is_dispatched
+        self.has_routes = placed.has_slots or self.is_dispatched
         self.specs, self._space = self._weight_specs(), self._new_space(area)
         self.kv = self._new_kv(sizes.kv)
         self._plan_weights()
@@ -70,10 +71,10 @@ class DieMemory:
         self.cache_nbytes = area.nbytes - self.weight_nbytes
         self._plan_activations()
         self._plan_results()
-        if placed.redundant_slots:
+        if placed.has_slots:
             self.replicas = self._new_replicas(rank)
-            if self.slots:
-                self.redundant = self._new_redundant()
+            if not is_apart and placed.redundant_of[rank]:
+                self.redundant = self._new_redundant(rank)
         self.activation_nbytes = area.nbytes - self.weight_nbytes - self.cache_nbytes
 
     def _weight_specs(self) -> dict[str, ArraySpec]:
@@ -99,8 +100,8 @@ class DieMemory:
     def _new_replicas(self, rank: DieRank) -> ReplicaMap:
         return ReplicaMap(self._space, self.config, self.placed, rank)
 
-    def _new_redundant(self) -> RedundantSlots:
-        return RedundantSlots(self._space, self.config, self.placed, self.experts, self.specs)
+    def _new_redundant(self, rank: DieRank) -> RedundantSlots:
+        return RedundantSlots(self._space, self.config, self.placed, rank, self.specs)
 
     def _plan_weights(self) -> None:
         for name, spec in self.specs.items():

@@ -87,12 +87,12 @@ class ExpertMemory:
         max_rows: int,
         is_flow: bool,
     ) -> None:
-        self.config, self.recipe, self.placed, self.items = config, recipe, placed, items
+        self.config, self.recipe, self.items = config, recipe, items
+        self.placed, self.index = placed, index
         self.die = plan.node
         self.is_shared = placed.is_shared(index)
         self.experts, self.slots = placed.experts_of[index], placed.slots_of[index]  # physical numbers
-        copies = placed.copies_of[index] if placed.copies_of else ()
-        self.held = (*self.experts, *copies)  # what is loaded into the first of these slots
+        self.held = (*self.experts, *placed.loaded_of(index))  # what is loaded into the first of these slots
         self.holds = holds(self.slots, self.is_shared)
         self.max_rows = max_rows
         self.next_answer = 0  # row of the buffer of answers
@@ -121,10 +121,8 @@ class ExpertMemory:
                 space.plan(name, dtype, max_rows, width)
         if self.holds != "shared":
             plan_experts(space.plan, config, recipe, max_rows, len(self.slots))
-            if placed.redundant_slots:
-                self.redundant = RedundantSlots(
-                    space, config, placed, self.experts, self.specs, self.held[len(self.experts) :]
-                )
+            if placed.redundant_of[self.index]:
+                self.redundant = RedundantSlots(space, config, placed, self.index, self.specs)
         if is_flow:
             space.plan("flow/payload", np.int8 if recipe == "int8" else np.float32, max_rows, hidden)
             space.plan("flow/scale", np.float32, max_rows)

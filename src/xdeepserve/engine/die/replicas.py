@@ -40,8 +40,8 @@ NOTHING = -1  # in a redundant slot, or while it is being loaded
 def primaries_only(experts: ExpertSizes) -> list[list[int]]:
     """Return phy2log [layers, physical experts] of a TE whose redundant slots are all empty."""
     row: list[int] = []
-    for held in experts.experts_of:
-        row += [*held, *[NOTHING] * experts.redundant_slots]
+    for held, redundant in zip(experts.experts_of, experts.redundant_of, strict=True):
+        row += [*held, *[NOTHING] * redundant]
     return [list(row) for _ in experts.layers]
 
 
@@ -68,12 +68,12 @@ def replica_tables(
 def first_map(experts: ExpertSizes) -> list[list[int]]:
     """Return phy2log [layers, physical experts] of a TE that begins.
 
-    Redundant slots hold the copies that were loaded with the primaries, or nothing.
+    Redundant slots hold what was loaded with the primaries, or nothing.
     """
     row = primaries_only(experts)[0]
-    for slots, held, copies in zip(experts.slots_of, experts.experts_of, experts.copies_of, strict=False):
-        first = slots.start + len(held)
-        row[first : first + len(copies)] = copies
+    for holder, slots in enumerate(experts.free_slots):
+        loaded = experts.loaded_of(holder)
+        row[slots.start : slots.start + len(loaded)] = loaded
     return [list(row) for _ in experts.layers]
 
 
@@ -179,19 +179,19 @@ class RedundantSlots:
         space: Workspace,
         config: ModelConfig,
         experts: ExpertSizes,
-        held: range,
+        holder: int,
         specs: dict[str, ArraySpec],
-        copies: Sequence[int] = (),
     ) -> None:
-        self._copies = copies  # that are loaded with the primaries, into the first slots
-        self._space, self._num_primaries, self.num_slots = space, len(held), experts.redundant_slots
+        self._loaded = experts.loaded_of(holder)  # with the primaries, into the first slots
+        self._space, self.num_slots = space, experts.redundant_of[holder]
+        self._num_primaries = len(experts.experts_of[holder])
         layers = experts.layers
         by_layer: dict[str, list[tuple[str, int]]] = {}
         for name, spec in specs.items():
             layer, is_expert, _ = name.partition("experts.")
             if is_expert:
                 by_layer.setdefault(layer, []).append((f"weights/{name}", spec.nbytes // spec.shape[0]))
-        self._parts = [by_layer[layer_section(config, layer).prefix] for layer in layers]
+        self._parts = [by_layer.get(layer_section(config, layer).prefix, []) for layer in layers]
         self._sizes = [sum(nbytes for _, nbytes in parts) for parts in self._parts]  # of a slot, by layer
         self._before = [0, *accumulate(self._sizes)]
         space.plan("slot_expert", np.int32, len(layers), self.num_slots)
@@ -220,9 +220,13 @@ class RedundantSlots:
         self.begin()
 
     def begin(self) -> None:
-        """Set the slots to the copies that were loaded with the primaries; all others become empty."""
+        """Set the slots to what was loaded with the primaries; all others become empty."""
+        self.empty()
+        self.experts[:, : len(self._loaded)] = self._loaded
+
+    def empty(self) -> None:
+        """Mark all slots as empty."""
         self.experts[:] = NOTHING
-        self.experts[:, : len(self._copies)] = self._copies
 
     @property
     def experts(self) -> Array:

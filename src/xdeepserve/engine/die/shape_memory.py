@@ -238,8 +238,8 @@ class ShapeMemory(DieMemory):
     def _new_replicas(self, rank: DieRank) -> ReplicaMap:
         return DrawnReplicas(self._space, self.config, self.placed, rank, self._routing)
 
-    def _new_redundant(self) -> RedundantSlots:
-        return ShapeSlots(self._space, self.config, self.placed, self.experts, self.specs)
+    def _new_redundant(self, rank: DieRank) -> RedundantSlots:
+        return ShapeSlots(self._space, self.config, self.placed, rank, self.specs)
 
     def _plan_weights(self) -> None:
         """Reserve nothing: a time-only run has no weights."""
@@ -270,8 +270,8 @@ class ShapeExpertMemory(ExpertMemory):
 
     def _plan_space(self, area: Area, is_flow: bool) -> Workspace:
         space = ShapeWorkspace(area)
-        if self.placed.redundant_slots and self.holds != "shared":
-            self.redundant = ShapeSlots(space, self.config, self.placed, self.experts, self.specs)
+        if self.placed.redundant_of[self.index]:
+            self.redundant = ShapeSlots(space, self.config, self.placed, self.index, self.specs)
         for item in range(self.items):
             space.plan(f"sent/{item}", np.float32)
         space.plan("flow/answers", np.float32)

@@ -114,8 +114,10 @@ class Repairs:
         """Restore contents of a page that the host knows, or can do without."""
         mem, names = self._mems[page.die], self._names(page)
         if mem.redundant is not None and any(name == "slot_expert" or ".experts." in name for name in names):
-            mem.redundant.begin()
-            if self._reconfiguration is not None:
+            if self._reconfiguration is None:
+                mem.redundant.begin()
+            else:
+                mem.redundant.empty()
                 self._reconfiguration.lose_slots(page.die)
         replicas = mem.replicas if isinstance(mem, DieMemory) else None
         if replicas is not None and not {"log2phy", "logcnt", "load", "reported_load"}.isdisjoint(names):

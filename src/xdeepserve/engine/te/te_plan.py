@@ -297,7 +297,7 @@ class TEPlan:
     def eplb_trigger(self) -> EPLBTrigger | None:
         """Create the trigger for new replicas of experts; None without redundant slots, or if copies fill
         them."""
-        if not self.sizes.experts.redundant_slots or self.sizes.experts.copies_of:
+        if not self.sizes.experts.has_slots or self.sizes.experts.copies_of:
             return None
         place = PLACEMENT.function(self.sizes.settings.placement)
         return EPLBTrigger(self.sizes.experts, self.config.num_experts_per_tok, place)
@@ -307,7 +307,7 @@ class TEPlan:
     ) -> Reconfiguration:
         """Create the part for changing replicas of experts; the TE must have redundant slots."""
         gates = list(zip(self.dies, self.memories, strict=True))
-        holders = [(die, mem) for die, mem in self.all_memories if mem.redundant is not None]
+        holders = self.all_memories[-len(self.sizes.experts.experts_of) :]
         storage = ExpertStorage(self.checkpoint, self.recipe, self.sizes.experts)
         gets_replicas = self.members.gets_replicas
         return Reconfiguration(

@@ -78,8 +78,8 @@ class ClockWiring:
         timeout_ns, held = walk.timeout_ns, [len(own) for own in experts.slots_of]
         self._placed: list[PlacedRouting] = []  # of each domain, where there are redundant slots
         is_away = experts.where == "away"
-        if experts.redundant_slots or (is_away and walk.flows):
-            _check_placed(timing, "experts.redundant_slots" if experts.redundant_slots else walk.turns)
+        if experts.has_slots or (is_away and walk.flows):
+            _check_placed(timing, "experts.redundant_slots" if experts.has_slots else walk.turns)
             domains = range(walk.num_domains)
             self._placed = [PlacedRouting(config, experts, timing, team.vacant) for _ in domains]
         placed = self._placed[0] if self._placed else None

@@ -131,7 +131,7 @@ class Services:
         to whole replicas, and does not change within a step.
         """
         placed = self.team.sizes.experts
-        if physical >= placed.num_slots or placed.copies_of or not placed.redundant_slots:
+        if physical >= placed.num_slots or placed.copies_of or not placed.has_slots:
             return self._same.get(physical, (physical,))
         number = placed.order[layer]
         memory, num_experts = self.team.pod.memory(self.team.dies[rank]), self.team.config.n_routed_experts
