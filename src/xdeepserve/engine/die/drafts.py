@@ -61,7 +61,7 @@ class DraftLists(NamedTuple):
 
     @classmethod
     def of(cls, mem: DieMemory, plan: StepPlan) -> DraftLists:
-        """View a step's buffers."""
+        """View the buffers of a step in a die's memory."""
         take, result, mtp = mem.workspace.take, mem.result, mem.steps.mtp
         rows, seqs, logit_rows = plan.num_tokens, len(plan.num_drafts), len(plan.logit_rows)
         return cls(
@@ -83,7 +83,7 @@ class DraftLists(NamedTuple):
         )
 
     def write(self, plan: StepPlan) -> None:
-        """Write what only drafts need of the plan; the step's other lists are in the buffers already."""
+        """Write the plan's lists that only drafts need; the other lists of the step are there already."""
         self.next_token_ids[:], self.logit_rows[:] = plan.next_token_ids, plan.logit_rows
         self.num_drafts[:], self.token_after[:] = plan.num_drafts, plan.token_after
         self.counts[:] = 0
