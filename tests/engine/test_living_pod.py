@@ -49,6 +49,7 @@ PODS: list[tuple[str, tuple[str, ...]]] = [
     ("transformerless", (*APART, "prefill.dies=2", "prefill.tp=1", "attention.microbatches=1")),
     ("colocated", ("dies=2", "lockstep=true", *SLOTS)),
     ("colocated", ("dies=3", "experts.shared_dies=1", "execution.overlap=true", *SLOTS)),
+    ("colocated", ("dies=5", "experts.shared_dies=1", "experts.experts_per_die=5", *SLOTS[1:])),
     ("moe-attention", (*APART, "lockstep=true", "mtp=1", *SLOTS)),
     ("moe-attention", (*APART, "dataflow=true", *SLOTS)),
     ("transformerless", (*APART, "prefill.dies=2", "prefill.tp=1", *SLOTS)),

@@ -58,6 +58,7 @@ WAYS: list[tuple[str, tuple[str, ...], int]] = [  # with the die that loses a pa
     ("colocated", ("dies=4", "lockstep=true", "tp=2", "pipeline.microbatches=2"), 2),
     ("colocated", ("dies=2", "pipeline.microbatches=2"), 0),
     ("colocated", ("dies=2", "experts.redundant_slots=1", "experts.balance_interval=0.0003"), 1),
+    ("colocated", ("dies=3", "experts.experts_per_die=8", "experts.balance_interval=0.0003"), 1),
     ("pd", (*PD, "transfer=layer"), 0),
     ("pd", (*PD, "transfer_over=send-receive", "execution.decode.overlap=true"), 3),
     ("moe-attention", APART, 3),

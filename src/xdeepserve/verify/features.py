@@ -74,6 +74,15 @@ MANY_DIES: dict[Kind, tuple[str, ...]] = {
     **dict.fromkeys(filter(has_expert_dies, DEPLOYMENTS), ("experts.routed_dies=18", SLOTS)),
 }
 
+ONE_EACH: dict[Kind, tuple[str, ...]] = {
+    **dict.fromkeys(WITH_DECODE, ("decode.dies=20", "decode.shared_dies=2", "decode.experts_per_die=1")),
+    **dict.fromkeys(
+        filter(has_expert_dies, DEPLOYMENTS),
+        ("experts.routed_dies=18", "experts.shared_dies=2", "experts.experts_per_die=1"),
+    ),
+}
+ONE_EACH["transformerless"] += ("prefill.experts_per_die=6",)
+
 O_PROJ: dict[Kind, tuple[str, ...]] = {
     **_in_prefill("o_proj_tp=2"),
     **dict.fromkeys(WITH_DECODE, ("prefill.o_proj_tp=2", "decode.o_proj_tp=2")),
@@ -88,6 +97,9 @@ FEATURES = (
     Feature("copies of experts from the start", ("experts.copies=1",)),
     Feature("copies of the shared expert elsewhere", ("experts.shared_dies=2",)),
     Feature("more dies than routed experts", ("dies=18", SLOTS), MANY_DIES),
+    Feature(
+        "one expert on each die", ("dies=20", "experts.shared_dies=2", "experts.experts_per_die=1"), ONE_EACH
+    ),
     Feature("tensor parallelism", ("tp=2",), _in_prefill("tp=2")),
     Feature("SP-TP-SP", ("tp=2", "tp_mode=sp-tp-sp"), _in_prefill("tp=2", "tp_mode=sp-tp-sp")),
     Feature("output projections shared", ("o_proj_tp=2",), O_PROJ),

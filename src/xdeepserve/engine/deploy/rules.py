@@ -67,7 +67,7 @@ ONLY = (
     Only("experts.vacancies", has_services, SERVICES),
     Only(
         "experts.experts_per_die",
-        lambda kind: not has_services(kind),
+        lambda kind: "experts" in sections(kind) and not has_services(kind),
         "pods whose dies exchange tokens in a group",
         "; expert servers have experts.counts and experts.copies",
     ),
