@@ -55,7 +55,7 @@ def raised(param: Param) -> float:
 
 def formulas(changed: Mapping[str, float]) -> Iterator[Row]:
     """Compute all rows that come from formulas or short simulations, with some constants changed."""
-    numbers = {name: OF_BENCHMARKS[name].value for name in OF_ROWS} | changed
+    numbers = {**{name: OF_BENCHMARKS[name].value for name in OF_ROWS}, **changed}
     machine = ablations.Formulas.with_spec(_spec(changed))
     prefill = msgspec.structs.replace(machine.prefill, efficiency=numbers["prefill_efficiency"])
     groups = ablations.groups(machine)
