@@ -1,7 +1,7 @@
 """Write the tables of `docs/costs.md`: parameters, what is free, and rows beside the published values.
 
     python -m tools.write_costs              # the tables that follow from the source
-    python -m tools.write_costs ROWS.json    # those of rows, too: `xdeepserve bench papers --json > ROWS.json`
+    python -m tools.write_costs ROWS.json    # those of rows, too, of `xdeepserve bench papers --json`
     python -m tools.write_costs --check      # whether the former are up to date
 """
 
@@ -70,6 +70,16 @@ def rows(found: list[dict[str, Any]]) -> str:
     return table("row | here | published | off by | how", lines)
 
 
+def broken(found: list[dict[str, Any]]) -> str:
+    """List what is beyond a bound, a range or 15 %, with the cause."""
+    lines = [
+        (f"`{row['name']}`", f"{row['value']:.4g}", _published(row), row["why"].replace("|", "/"))
+        for row in found
+        if row["name"].split(".")[0] in PAPERS and "why" in row and "said again" not in row["how"]
+    ]
+    return table("row | here | published | cause", lines)
+
+
 def _published(row: Mapping[str, Any]) -> str:
     if "range" in row:
         return f"{row['range'][0]:g} to {row['range'][1]:g} {row['unit']}"
@@ -96,7 +106,8 @@ def main(args: list[str]) -> int:
     if args and args[0] == "--check":
         return int(written(page, tables) != page)
     if args:
-        tables["rows"] = rows(json.loads(Path(args[0]).read_text())["rows"])
+        found = json.loads(Path(args[0]).read_text())["rows"]
+        tables |= {"rows": rows(found), "broken": broken(found)}
     PAGE.write_text(written(page, tables))
     return 0
 
