@@ -57,7 +57,7 @@ def test_all_that_is_fitted_is_listed_and_the_decode_rows_say_as_much_without_ea
     # The four values of Figure 23 agree with no line: without 2.28 times, which says least, that is 17 % off.
     far = {"CM Table 4", "CM Figure 23"}
     assert all(one["largest"] < (18 if one["table"] in far else 15) for one in left_out)
-    assert len(told["parameters"]) == 16
+    assert len(told["parameters"]) == 15
     assert {*told["parameters"]} - of_fits | {fits.COMM_RATIO} > fits.READ_OFF
     assert main(["bench", "papers", "--fits"]) == 0
     out = capsys.readouterr().out

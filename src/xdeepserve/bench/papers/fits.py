@@ -42,7 +42,6 @@ OF_BENCHMARKS = {  # which no run uses
     ),
     "prefill_efficiency": PREFILL_EFFICIENCY,
     "expert_skew": expert_skew.EXPONENT,
-    "int8_layers": superpod.INT8_LAYERS,
     "ttft_fixed": Param(
         ems.FIXED_SHARE, "ratio", "fitted: CM Figure 23: of a first token's time, what reuse does not shrink"
     ),
@@ -50,7 +49,7 @@ OF_BENCHMARKS = {  # which no run uses
 
 
 READ_OFF = frozenset(  # from one value
-    {"int8_layers", "storage_bandwidth", "pool_load", COMM_RATIO, "prefill_efficiency", "expert_skew"}
+    {"storage_bandwidth", "pool_load", COMM_RATIO, "prefill_efficiency", "expert_skew"}
 )
 
 

@@ -55,8 +55,9 @@ BATCH_288, BATCH_768 = 60, 96  # requests of a DP group; 48 in each of two micro
 INT8_LAYERS = Param(
     0.5,
     "ratio",
-    "fitted: XDS Figure 20, the share of attention: layers whose attention is INT8 (XDS 4.7: some)",
+    "assumed: XDS 4.7 says no number of layers whose attention is INT8; half gives the share of Figure 20",
 )
+HALF = "/simulated=half INT8"  # of a row's name: with INT8 attention in as many layers
 
 NUM_STAGES = 62 * 2  # layers, MTP's included, of two microbatches each
 NUM_MOE_STAGES = 59 * 2  # of these, layers with experts
@@ -182,14 +183,23 @@ SUPERPOD = disaggregated_deployment(DOMAINS, 160, 256, 32, BATCH_768)  # XDS 7.1
 
 
 def simulate(
-    deployment: Deployment, batch: int, trace: Path | bool = False, spec: Spec | None = None
+    deployment: Deployment,
+    batch: int,
+    trace: Path | bool = False,
+    spec: Spec | None = None,
+    model: Checkpoint | None = None,
 ) -> DecodeRun:
-    """Run a decode iteration of xDeepServe's DeepSeek-R1."""
+    """Run a decode iteration of DeepSeek-R1, or of a model made of it."""
     timing = TimingConfig(acceptance=XDS_ACCEPTANCE)
-    return decode_iteration(xdeepserve_r1(), deployment, CONTEXT, batch, timing, trace, spec)
+    return decode_iteration(model or resolve_model(MODEL), deployment, CONTEXT, batch, timing, trace, spec)
 
 
-def xdeepserve_r1() -> Checkpoint:
+def models() -> dict[str, Checkpoint]:
+    """Return DeepSeek-R1 as it is, and with INT8 attention in half of its layers, by the ends of names."""
+    return {"": resolve_model(MODEL), HALF: half_int8_r1()}
+
+
+def half_int8_r1() -> Checkpoint:
     """Make DeepSeek-R1 as xDeepServe 4.7 quantises it: attention is INT8 in some of its layers."""
     model, every = resolve_model(MODEL), round(1 / INT8_LAYERS.value)
     layers = frozenset(range(0, model.config.num_layers_with_mtp, every))
@@ -206,7 +216,11 @@ def colocated(spec: Spec | None = None) -> list[Row]:
     """Simulate the colocated deployment of XDS 7.1, preset `dp288`, without the host's launches: those of a
     graph's first step, which is captured, are not those of later ones."""
     deployment = msgspec.structs.replace(resolve("dp288"), execution=None)
-    run = simulate(deployment, BATCH_288, spec=spec)
+    runs = {way: simulate(deployment, BATCH_288, False, spec, model) for way, model in models().items()}
+    return [row for way, run in runs.items() for row in _colocated_rows(way, run, spec)]
+
+
+def _colocated_rows(way: str, run: DecodeRun, spec: Spec | None) -> Iterator[Row]:
     iteration = run.iteration_ns / 1e6
     tpot = (iteration + gap_ms(spec)) / (1 + XDS_ACCEPTANCE)
     rows = [
@@ -216,11 +230,8 @@ def colocated(spec: Spec | None = None) -> list[Row]:
         ("xds.dec288.attn", run.share("MLA"), "%"),
         ("xds.dec288.comm", run.share("dispatch", "combine"), "%"),
     ]
-    fitted = "xds.dec288.attn"  # by INT8_LAYERS
-    return [
-        _noted(Row(name, value, unit, "calibrated" if name == fitted else "predicted"), COLOCATED_BOUND)
-        for name, value, unit in rows
-    ]
+    for name, value, unit in rows:
+        yield _noted(Row(name + way, value, unit, "predicted"), COLOCATED_BOUND)
 
 
 def disaggregated(trace: Path | None = None, spec: Spec | None = None) -> list[Row]:
@@ -230,7 +241,12 @@ def disaggregated(trace: Path | None = None, spec: Spec | None = None) -> list[R
     The paper's forward time includes the scheduler's gap. An attention stage ends with the output projection,
     which the paper does not name.
     """
-    run = simulate(SUPERPOD, BATCH_768, trace or True, spec)
+    traces = {"": trace or True, HALF: True}
+    runs = {way: simulate(SUPERPOD, BATCH_768, traces[way], spec, model) for way, model in models().items()}
+    return [row for way, run in runs.items() for row in _disaggregated_rows(way, run, spec)]
+
+
+def _disaggregated_rows(way: str, run: DecodeRun, spec: Spec | None) -> Iterator[Row]:
     forward = run.iteration_ns / 1e6 + gap_ms(spec)
     tpot = forward / (1 + XDS_ACCEPTANCE)
     stages = ("MLAProlog", "MLA", "OProj", "Gate", "A2E")
@@ -243,8 +259,9 @@ def disaggregated(trace: Path | None = None, spec: Spec | None = None) -> list[R
         ("xds.disagg.terms/moe", run.experts_ns / (DOMAINS * NUM_MOE_STAGES) / 1000, "us"),
         ("xds.disagg.terms/mtp_layer", run.drafts_ns / 1e6, "ms"),
     ]
-    noted = [_noted(Row(name, value, unit, "predicted"), DISAGGREGATED_BOUND) for name, value, unit in rows]
-    return [_against_own_tpot(row, run) if row.name.endswith("/tput") else row for row in noted]
+    for name, value, unit in rows:
+        row = _noted(Row(name + way, value, unit, "predicted"), DISAGGREGATED_BOUND)
+        yield _against_own_tpot(row, run) if name.endswith("/tput") else row
 
 
 def _against_own_tpot(row: Row, run: DecodeRun) -> Row:
