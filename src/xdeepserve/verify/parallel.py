@@ -161,8 +161,7 @@ def replicas(config: ModelConfig, dies: int) -> list[Case]:
         ]
         if config.n_routed_experts <= MANY:
             ways.append(("colocated", "EPLB every ms, more dies than routed experts", alone))
-            one = (f"dies={config.n_routed_experts + 4}", "experts.shared_dies=2", *ONE_EACH)
-            ways.append(("colocated", "EPLB every ms, one expert on each die", one))
+            ways.append(("colocated", "EPLB every ms, one expert on each die", (*alone, *ONE_EACH)))
     rows = [
         Case(name, variant, (*REPLICAS, *overrides), crowded=True, reconfigurations=1)
         for name, variant, overrides in ways
