@@ -161,8 +161,7 @@ def replicas(config: ModelConfig, dies: int) -> list[Case]:
         ]
         if config.n_routed_experts <= MANY:
             ways.append(("colocated", "EPLB every ms, more dies than routed experts", alone))
-            one = (f"dies={config.n_routed_experts + 4}", "experts.shared_dies=2", *ONE_EACH)
-            ways.append(("colocated", "EPLB every ms, one expert on each die", one))
+            ways.append(("colocated", "EPLB every ms, one expert on each die", (*alone, *ONE_EACH)))
     rows = [
         Case(name, variant, (*REPLICAS, *overrides), crowded=True, reconfigurations=1)
         for name, variant, overrides in ways
@@ -185,16 +184,17 @@ def pods_of_papers(config: ModelConfig) -> list[Case]:
     num, eighth = config.n_routed_experts, config.n_routed_experts // 8
     if num % 8 or not config.n_shared_experts:
         return []
-    small = ("max_model_len=256", "cache.num_blocks=16")
+    small = ("max_model_len=256", "cache.block_size=16", "cache.num_blocks=32")
     few = ("scheduler.max_num_seqs=8", "scheduler.max_num_batched_tokens=32")
     prefill = ("prefill.count=2", "prefill.dies=4", "prefill.tp=4", "prefill.max_num_batched_tokens=64")
     held = f"prefill.experts_per_die={num // 4 + 2}"
-    decode = (f"decode.dies={num + 2 * eighth}", f"decode.shared_dies={eighth}")
+    decode = ("decode.max_num_seqs=2", "decode.max_num_batched_tokens=8")
+    each = (f"decode.dies={num + 2 * eighth}", f"decode.shared_dies={eighth}")
     whole = ("pipeline.microbatches=1",) if num > MANY else ()  # halves of steps would be tasks
     pods: dict[str, tuple[str, ...]] = {
         "dp288": (f"dies={num + eighth}", f"experts.shared_dies={eighth}", *few),
-        "production": (f"decode.dies={num // 2}", held, *prefill),
-        "cloudmatrix384": (*decode, held, *prefill, *whole),
+        "production": (f"decode.dies={num // 2}", held, *prefill, *decode),
+        "cloudmatrix384": (*each, held, *prefill, *decode, *whole),
     }
     return [
         Case(name, f"on {num} routed experts", (*overrides, *small), crowded=True)

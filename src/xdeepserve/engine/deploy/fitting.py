@@ -164,7 +164,7 @@ def _free_slots(te: TEDies, experts_of: Sequence[range], shared_here: int) -> tu
 
 
 def _first_replicas(experts_of: Sequence[range], free: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Choose what redundant slots hold until EPLB knows the load: experts with the fewest replicas first."""
+    """Choose experts for redundant slots until EPLB knows the load, those with the fewest replicas first."""
     num_replicas = [1] * experts_of[-1].stop
     held: list[tuple[int, ...]] = []
     for own, slots in zip(experts_of, free, strict=True):

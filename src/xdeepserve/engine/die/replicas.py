@@ -220,7 +220,7 @@ class RedundantSlots:
         self.begin()
 
     def begin(self) -> None:
-        """Set the slots to what was loaded with the primaries; all others become empty."""
+        """Note the experts loaded with the primaries in the first slots; all others become empty."""
         self.empty()
         self.experts[:, : len(self._loaded)] = self._loaded
 
