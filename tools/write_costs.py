@@ -61,7 +61,7 @@ def free() -> str:
 
 
 def rows(found: list[dict[str, Any]]) -> str:
-    """List the rows of the papers whose machine is billed; a value that another row says again is left out."""
+    """List the rows of the papers whose machine is billed, but for what another row says again."""
     lines = [
         (f"`{row['name']}`", f"{row['value']:.4g}", _published(row), _verdict(row), row["how"])
         for row in found
