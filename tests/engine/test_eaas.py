@@ -363,12 +363,18 @@ def test_a_page_of_a_server_is_put_right_with_its_copies() -> None:
 
 
 def test_time_only_sends_nothing_to_vacant_seats() -> None:
-    def virtual_ns(*settings: str) -> int:
-        with LLM("tiny-random", "eaas", timing_only=True, overrides=["max_model_len=64", *settings]) as llm:
+    def virtual_ns(*settings: str) -> tuple[int, int]:
+        """Time of the run, and of that in finding which server has an expert."""
+        overrides = ["max_model_len=64", *settings]
+        with LLM("tiny-random", "eaas", timing_only=True, overrides=overrides, trace=True) as llm:
             llm.generate(PROMPTS[:2], PARAMS)
-            return llm.virtual_ns
+            spans = llm.engine.plan.pod.trace.spans
+            mine = [span for span in spans if (span.name, span.node) == ("Route", 0)]
+            return llm.virtual_ns, sum(span.end_ns - span.start_ns for span in mine)
 
-    assert virtual_ns("experts.vacancies=1") == virtual_ns()
+    (some, routing), (none, nothing) = virtual_ns("experts.vacancies=1"), virtual_ns()
+    assert nothing == 0
+    assert some - none == routing
 
 
 @pytest.mark.parametrize("settings", [(), (COPIES,)])

@@ -525,7 +525,13 @@ def test_trace_of_colocated_dies() -> None:
     with LLM("tiny-random", "colocated", "int8", overrides=settings, trace=True) as llm:
         llm.generate(PROMPTS, GREEDY)
         spans = llm.engine.plan.pod.trace.spans
-    wanted = {("AIC", "MLA"), ("AIV", "Gate"), ("XCCL", "dispatch"), ("AIC", "Experts"), ("XCCL", "combine")}
+    wanted = {
+        ("AIC", "MLAProlog"),
+        ("AIV", "Gate"),
+        ("XCCL", "dispatch"),
+        ("AIC", "Experts"),
+        ("XCCL", "combine"),
+    }
     for die in range(4):
         mine = [span for span in spans if span.node == die and span.lane != "steps"]
         assert wanted | {("AIC", "SharedExpert")} <= {(span.lane, span.name) for span in mine}

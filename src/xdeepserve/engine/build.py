@@ -130,7 +130,11 @@ class PodPlan:
             [te.place for te in sizes], spec or Spec(), Clock(clock_seed), Trace(is_on=trace)
         )
         self.pod.fabric.checksums.is_on |= deployment.checksums
-        weight = 1.0 if timing is None else piece_weight(self.config, recipe, sizes[0].kv, sizes[0].steps)
+        weight = (
+            1.0
+            if timing is None
+            else piece_weight(self.config, recipe, sizes[0].kv.block_size, sizes[0].steps)
+        )
         self.pool_use = self._plan_pool_use(weight)
         self.tes: list[TEPlan] = []
         self.loadings: dict[str, Loading] = {}  # of TEs that join, by name

@@ -38,12 +38,12 @@ REAL = frozenset(
 BYTES_OF_PIECE = 32  # by which a piece of a KV block is represented, so that transfers have something to move
 
 
-def piece_weight(c: ModelConfig, recipe: Recipe, kv: KVSizes, steps: StepSizes) -> float:
+def piece_weight(c: ModelConfig, recipe: Recipe, block_size: int, steps: StepSizes) -> float:
     """Bytes of KV that each byte of a block's pieces stands for: two in each layer where blocks go from TE to
     TE, else a single one."""
     num_layers = c.num_hidden_layers + steps.mtp
     num_pieces = 1 if steps.role == "both" else 2 * num_layers
-    return kv.block_size * entries_nbytes(c, recipe, num_layers) / (num_pieces * BYTES_OF_PIECE)
+    return block_size * entries_nbytes(c, recipe, num_layers) / (num_pieces * BYTES_OF_PIECE)
 
 
 class ShapeWorkspace(Workspace):
@@ -190,7 +190,7 @@ class ShapeKV(KVMemory):
     @property
     def piece_weight(self) -> float:
         """Bytes of KV that each byte of a piece stands for, on average over all layers' latents and keys."""
-        return piece_weight(self._config, self._recipe, self.sizes, self._shapes.team.sizes.steps)
+        return piece_weight(self._config, self._recipe, self.sizes.block_size, self._shapes.team.sizes.steps)
 
     @property
     def parts_by_layer(self) -> list[list[tuple[str, int]]]:
