@@ -313,7 +313,7 @@ def test_what_does_not_fit_is_said_where_time_alone_is_told(capsys: pytest.Captu
     ]
     assert main(timed) == 0
     said = (
-        "note: weights and KV of the fullest die take 630.6 GiB, and it has 64: this takes the time of dies"
+        "note: weights and KV of the fullest die take 630.4 GiB, and it has 64: this takes the time of dies"
     )
     assert capsys.readouterr().err.count(said) == 1
     assert main([*timed, "--deployment", "colocated", "--set", "dies=64"]) == 0

@@ -195,7 +195,7 @@ def simulate(
 
 
 def models() -> dict[str, Checkpoint]:
-    """Return DeepSeek-R1 as it is, and with INT8 attention in half of its layers, by the ends of names."""
+    """Return DeepSeek-R1 by the ends of rows' names: plain, and with INT8 attention in half of its layers."""
     return {"": resolve_model(MODEL), HALF: half_int8_r1()}
 
 
