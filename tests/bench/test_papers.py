@@ -12,7 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from xdeepserve.bench.papers import allocation, ems, every_value, expert_skew, paper_rows, superpod
+from xdeepserve.bench.papers import (
+    allocation,
+    ems,
+    every_value,
+    expert_skew,
+    paper_rows,
+    production,
+    superpod,
+)
 from xdeepserve.bench.papers.paper_rows import GroupedGemm
 from xdeepserve.bench.report import Row, published
 from xdeepserve.cli import main
@@ -20,7 +28,8 @@ from xdeepserve.hw.spec import Spec
 
 # Their rows have tests of their own.
 SLOW = (
-    *(superpod.colocated, superpod.disaggregated, ems.table_1, *every_value.SOURCES["eaas"]),
+    *(superpod.colocated, superpod.disaggregated, production.rows),
+    *(ems.table_1, *every_value.SOURCES["eaas"]),
     *(some[-1] for some in (every_value.SOURCES["cm"], every_value.SOURCES["ms"])),  # left out of fits
 )
 
@@ -43,7 +52,7 @@ def test_every_published_value_has_an_id_and_every_id_rows_or_a_reason() -> None
 def test_every_published_value_has_a_row(rows: list[Row]) -> None:
     names = {row.name for row in rows}
     names |= {name for row in names for name in every_value.ALSO.get(row, ())}
-    slow = ("xds.dec288", "xds.disagg", "xds.headline", "xds.ep.share25", "cm.t1/", "eaas.")
+    slow = ("xds.dec288", "xds.disagg", "xds.prod.perf", "xds.headline", "xds.ep.share25", "cm.t1/", "eaas.")
     assert {name for name in published() if not name.startswith(slow)} <= names
 
 

@@ -68,6 +68,7 @@ MEANINGS = {
     "xds.dec288.comm": "xDeepServe 7.1: the share of dispatch and combine in that step.",
     "xds.disagg.perf": "xDeepServe 7.1: a decode step of 768 dies with attention and experts apart.",
     "xds.disagg.terms": "xDeepServe 5.2: how long attention of one microbatch takes in a layer there.",
+    "xds.prod.perf": "xDeepServe 7.2: time per token, and time to the first, of the production workload.",
     "eaas.save": "EaaS 5.3: dies that are not needed when requests fall from 8,192 to 5,120.",
     "eaas.fail": "EaaS 5.4: how much less throughput is when one server of 64 dies is lost.",
     "eaas.abl.dbo": "EaaS 5.6: how much less throughput is without a second microbatch.",

@@ -12,6 +12,7 @@ counts. The scheduler's gap (`Spec.scheduler_gap`) comes on top.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -71,17 +72,20 @@ class StepPrice(msgspec.Struct, frozen=True):
 
 
 def priced(
-    checkpoint: Checkpoint, deployment: Deployment, progress: Progress = lambda done, total: None
+    checkpoint: Checkpoint,
+    deployment: Deployment,
+    progress: Progress = lambda done, total: None,
+    rows: Sequence[int] = ROWS,
 ) -> StepPrice:
-    """Measure the prices of a deployment's TE. Raises InputError if it has several TEs, or cannot be priced
-    this way."""
+    """Measure the prices of a deployment's TE, with tables at some numbers of `rows`. Raises InputError if
+    it has several TEs, or cannot be priced this way."""
     deployment = with_room(deployment)
     plan = PodPlan(checkpoint, deployment, timing=TimingConfig())
     _check_priced(plan)
     groups, most = plan.tes[0].sizes.groups, max(LEAST_ROWS, plan.tes[0].sizes.steps.max_tokens)
     num_groups, num_experts = groups.num_groups, plan.config.n_routed_experts
-    few = [count for count in ROWS if count < num_groups]
-    all_rows = [rows for rows in ROWS if rows < most] + [most]
+    few = [count for count in rows if count < num_groups]
+    all_rows = [count for count in rows if count < most] + [most]
     sample = SAMPLE * (deployment.tp or 1)
 
     def step(filled: tuple[int, int]) -> DecodeRun:

@@ -32,6 +32,7 @@ from xdeepserve.bench.papers import (
     paper_rows,
     pipelines,
     plan,
+    production,
     superpod,
 )
 from xdeepserve.bench.report import Row, pyplot
@@ -55,6 +56,7 @@ SOURCES: dict[str, tuple[Callable[[], Iterable[Row]], ...]] = {
         expert_skew.rows,
         superpod.colocated,
         superpod.disaggregated,
+        production.rows,
     ),
     "cm": (
         comm.buffers,
@@ -107,6 +109,8 @@ RESTATED = (  # what another row says, divided once more: no evidence of its own
     *("xds.dec288.iter/tpot", "xds.dec288.tput", "xds.disagg.perf/tpot", "xds.disagg.perf/tput"),
 )
 ELSEWHERE = ("eaas.",)  # of Hopper GPUs over RoCE, at contexts beyond planner.sweep.PUBLISHED
+UNSAID = ("xds.prod.perf/ttft",)  # published without the load and the share of cached prefixes
+PREDICTED_UNSAID = "predicted, conditions not published"
 PREDICTED, PREDICTED_ELSEWHERE = "predicted", "predicted, other hardware"
 LEFT_OUT = "predicted, left out of the fit"
 OTHER_WAYS = {
@@ -124,8 +128,9 @@ WORDS = (
     "measured: counted on this implementation. calibrated: a parameter was fitted to this value. predicted: "
     "none was. arithmetic: follows from other published values. said again: another row's value in another "
     "unit, no evidence of its own. left out of the fit: predicted from numbers that were fitted without its "
-    "table. other hardware: not the dies that are billed. ~: about. <=: up to, the "
-    "largest number of the paper, against our largest. kept, broken: whether a bound or a range holds.",
+    "table. other hardware: not the dies that are billed. conditions not published: ours are chosen, and the "
+    "paper's may differ. ~: about. <=: up to, the largest number of the paper, against our largest. kept, "
+    "broken: whether a bound or a range holds.",
 )
 MEANS = {
     "given": "given to the model, which predicts nothing of it",
@@ -192,12 +197,14 @@ def tell_rows(rows: Sequence[Row], paper: str | None, is_full: bool, is_json: bo
 
 def how(row: Row) -> str:
     """Describe the origin of a row: calibrated, predicted, measured, or arithmetic with other published
-    values. The text also says if it comes from another fit, a simulation or other hardware, or repeats
-    another row."""
+    values. The text also says if it comes from another fit, a simulation or other hardware, was
+    published without its conditions, or repeats another row."""
     if row.name.startswith(ARITHMETIC):
         return "arithmetic"
     if row.name.startswith(ELSEWHERE):
         return PREDICTED_ELSEWHERE
+    if row.name.startswith(UNSAID):
+        return PREDICTED_UNSAID
     way = "".join(means for part, means in OTHER_WAYS.items() if part in row.name)
     return row.kind + way + (", said again" if row.name.startswith(RESTATED) else "")
 
@@ -357,6 +364,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(8, 0.16 * len(some) + 1))
     colours = {"calibrated": "tab:grey", PREDICTED: "tab:blue", "measured": "tab:green"}
     colours |= {"arithmetic": "lightgrey", "said again": "lightblue", "other hardware": "tab:orange"}
+    colours["conditions not published"] = "tab:red"
     last = [how(row).split(", ")[-1] for row in some]
     for kind, colour in colours.items():
         points = [(row.error_pct, -at) for at, row in enumerate(some) if last[at] == kind]
