@@ -19,13 +19,14 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from xdeepserve.bench.papers.sizes import DIES_PER_CHIP
-from xdeepserve.bench.papers.superpod import XDS_ACCEPTANCE, gap_ms, xdeepserve_r1
+from xdeepserve.bench.papers.sizes import DIES_PER_CHIP, MODEL
+from xdeepserve.bench.papers.superpod import XDS_ACCEPTANCE, gap_ms
 from xdeepserve.bench.report import Row, published
 from xdeepserve.engine.deploy.deployment import Deployment
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.model.checkpoint import Checkpoint
+from xdeepserve.model.presets import resolve_model
 from xdeepserve.platform.fleet import Fleet
 from xdeepserve.platform.fleet_words import FleetTE, ServedRequest
 from xdeepserve.platform.step_te import StepLimits
@@ -42,7 +43,7 @@ ROWS = (1, 64, 256, 512, 1024, 2048, 4096)  # of the prices' tables
 
 def rows() -> list[Row]:
     """Compute both rows: decode's TPOT at the load that gives it, and prefill's TTFT."""
-    model, deployment = xdeepserve_r1(), resolve("production")
+    model, deployment = resolve_model(MODEL), resolve("production")
     targets = (published()[f"xds.prod.perf/{name}"].value for name in ("tpot", "ttft"))
     return of_pod(model, deployment, *targets)
 
