@@ -1,8 +1,8 @@
 """Write the tables of `docs/costs.md`: parameters, what is free, and rows beside the published values.
 
-    python -m tools.write_costs              # the tables that follow from the source
-    python -m tools.write_costs ROWS.json    # those of rows, too, of `xdeepserve bench papers --json`
-    python -m tools.write_costs --check      # whether the former are up to date
+python -m tools.write_costs              # the tables that follow from the source
+python -m tools.write_costs ROWS.json    # those of rows, too, of `xdeepserve bench papers --json`
+python -m tools.write_costs --check      # whether the former are up to date
 """
 
 from __future__ import annotations
