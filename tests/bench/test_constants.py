@@ -37,7 +37,7 @@ def test_rows_move_with_what_they_are_made_of(found: dict[str, constants.Moves])
 
 def test_every_row_of_a_formula_is_there(found: dict[str, constants.Moves]) -> None:
     """All that is predicted or calibrated from the parameter table, but for what is simulated for seconds."""
-    simulated = ("cm.t1/", "xds.dec288", "xds.disagg", "xds.headline", "xds.ep.share25", "eaas.")
+    simulated = ("cm.t1/", "xds.dec288", "xds.disagg", "xds.prod", "xds.headline", "xds.ep.share25", "eaas.")
     again = {name for names in every_value.ALSO.values() for name in names}
     free = (
         "cm.msg",

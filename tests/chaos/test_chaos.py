@@ -110,7 +110,7 @@ RECOVERED = {  # bugs that steps run again have found; nobody may fail of these
         ("scheduler.max_num_seqs=3", "attention.dies=2", "experts.copies=1", "execution.overlap=true"),
         seed=4003245,
         num_requests=4,
-        faults=(Fault(3356.294, 1, "lost"), Fault(43376.864, 5, "bad-page", page=29)),
+        faults=(Fault(3356.294, 1, "lost"), Fault(40376.864, 5, "bad-page", page=29)),
     ),
     "an expert die whose kernels had all failed was over for its program": FaultSchedule(
         "moe-attention",
