@@ -51,6 +51,16 @@ def serve(model: str, deployment: str, overrides: tuple[str, ...]) -> LLM:
     return LLM(model, deployment, "int8", overrides=[*overrides, "lockstep=false"], progress=False)
 
 
+def watch_kernels(
+    monkeypatch: pytest.MonkeyPatch, noted: Callable[[str, Callable[..., Any]], Callable[..., Any]]
+) -> None:
+    """Replace all kernels by what `noted` makes of their names and themselves."""
+    for name in dir(kernels):
+        kernel = getattr(kernels, name)
+        if callable(kernel) and not name.startswith("_"):
+            monkeypatch.setattr(kernels, name, noted(name, kernel))
+
+
 def test_what_costs_nothing_stands_in_free_and_all_of_free_is_there() -> None:
     every = [op for program in ATTENTION.values() for stage in stages(program) for op in stage.ops]
     found = {name_of(op.kernel) for op in every if op.work is free}
@@ -93,10 +103,7 @@ def test_kernels_run_in_launches_that_take_time(
 
     monkeypatch.setattr(Die, "run", watched)
     with serve(model, deployment, overrides) as llm:
-        for name in dir(kernels):
-            kernel = getattr(kernels, name)
-            if callable(kernel) and not name.startswith("_"):
-                monkeypatch.setattr(kernels, name, noted(name, kernel))
+        watch_kernels(monkeypatch, noted)
         for home, name in (
             (sampler, "sample"),
             (sampler, "accept"),
@@ -141,10 +148,7 @@ def test_in_single_op_mode_the_host_launches_the_operators_that_there_are(
 
     monkeypatch.setattr(Stage, "run", run)
     with serve(model, deployment, overrides) as llm:
-        for name in dir(kernels):
-            kernel = getattr(kernels, name)
-            if callable(kernel) and not name.startswith("_"):
-                monkeypatch.setattr(kernels, name, noted(name, kernel))
+        watch_kernels(monkeypatch, noted)
         llm.generate([[7, 8, 9] * 100, [5] * 400], SamplingParams(max_tokens=4, temperature=0))
     assert len(found) > 5
     wrong = {row for row in found if row[2] not in EITHER.get(row[0], {row[1]})}
