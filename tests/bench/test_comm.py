@@ -13,7 +13,8 @@ import pytest
 from xdeepserve.bench.papers import comm, sizes
 from xdeepserve.bench.report import Row, print_rows, print_summary, published
 from xdeepserve.cli import main
-from xdeepserve.comm.cost import OPS, CommCost, Way, expected_maximum
+from xdeepserve.comm.choices import Exchange
+from xdeepserve.comm.cost import OPS, CommCost, expected_maximum
 from xdeepserve.comm.p2p.layout import RingLayout
 from xdeepserve.errors import InputError
 from xdeepserve.hw.engines import Copy
@@ -154,7 +155,7 @@ def test_the_exchange_parameters_are_the_fit_to_the_rows_that_say_so() -> None:
 @pytest.mark.parametrize("way", ["pull", "push"])
 @pytest.mark.parametrize("batch", [8, 32, 128])
 @pytest.mark.parametrize("ep", [8, 16, 32])
-def test_exchanges_by_formula_and_simulated_agree(ep: int, batch: int, way: Way) -> None:
+def test_exchanges_by_formula_and_simulated_agree(ep: int, batch: int, way: Exchange) -> None:
     """Each operator for itself. What differs: the routing's chance, and whose port is the busiest."""
     cost = CommCost(way=way)
     for op, time in zip(OPS, comm.simulate_exchange(way, ep, batch, comm.SHRINK), strict=True):
@@ -205,7 +206,7 @@ def test_the_rings_geometry_is_the_parameter_tables() -> None:
 
 
 def test_the_exchange_model_behaves() -> None:
-    ways: tuple[Way, Way] = "pull", "push"
+    ways: tuple[Exchange, Exchange] = "pull", "push"
     for way, op in itertools.product(ways, OPS):
         cost = CommCost(way=way)
         times = [cost.exchange_ns(op, ep, 128, 8) for ep in (2, 4, 8, 16, 32, 64, 128, 256, 288, 320)]

@@ -14,13 +14,12 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from xdeepserve.comm.means import Carrier
+from xdeepserve.comm.choices import Carrier, Exchange
 from xdeepserve.hw.spec import Spec
 from xdeepserve.hw.topology import SUB_PLANES, Topology
 
 Op: TypeAlias = Literal["dispatch", "combine"]
 OPS: tuple[Op, Op] = "dispatch", "combine"
-Way: TypeAlias = Literal["pull", "push"]  # xDeepServe's operators (XDS 3.2), or the fused ones of CM 4.2.1
 ACTIVATION, ANSWER = 4, 2  # bytes of an element where it is computed, and on its way back
 SCALE_SLOT = 512  # bytes of a pushed message beside its INT8 payload (CM 4.2.1)
 HEADER = 32  # of a pulled row
@@ -32,7 +31,7 @@ class CommCost(msgspec.Struct, frozen=True):
     spec: Spec = Spec()
     topology: Topology = Topology()
     hidden: int = 7168
-    way: Way = "pull"
+    way: Exchange = "pull"
     spread: bool = True  # a message's packets go by all sub-planes of UB; else by one, whichever
 
     def exchange_ns(

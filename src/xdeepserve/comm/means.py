@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from xdeepserve.comm.checks import integer
+from xdeepserve.comm.choices import Carrier
 from xdeepserve.errors import DeploymentError
 from xdeepserve.hw.die import Die
-
-Carrier: TypeAlias = Literal["mte", "urma"]
-"""What carries bulk data: the AIV cores' own engines, or the DMA engine that they ask directly (XDS 3.3)."""
 
 
 class Means(NamedTuple):

@@ -14,6 +14,7 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 from msgspec import field
 
+from xdeepserve.comm import choices
 from xdeepserve.engine.deploy.policies import (
     ADMISSION,
     DECODE,
@@ -52,10 +53,9 @@ Fabric = Literal["auto", "ub", "roce", "vpc"]
 Transfer = Literal["request", "layer"]
 Attention = Literal["absorbed", "unabsorbed"]
 Transport = Literal["pod", "shm", "tcp"]  # EaaS 4.4
-# AIV cores' own engines, or the DMA engine that they ask (xDeepServe 3.3); network cards (MegaScale-Infer 5).
-Carrier = Literal["mte", "urma", "rdma"]
+Carrier = Literal[choices.Carrier, "rdma"]  # rdma: by network cards (MegaScale-Infer 5)
 Combine = Literal["bf16", "int8"]
-Exchange = Literal["pull", "push"]  # xDeepServe 3.2; CloudMatrix 4.2.1
+Exchange = choices.Exchange
 PoolFabric = Literal["ub", "vpc"]
 Over = Literal["dma", "send-receive"]
 KVLoss = Literal["recompute", "fail"]
