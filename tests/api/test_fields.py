@@ -377,6 +377,22 @@ async def test_variables_that_no_template_reads_are_named(client: TestClient, en
         assert (answer.status, "chat_template_kwargs.mood" in await answer.text()) == (400, True)
 
 
+async def test_an_effort_that_no_template_reads_is_named(
+    client: TestClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a template may still read `thinking`, by which it can be told not to reason."""
+    kind = type(engine.tokenizer)
+    monkeypatch.setattr(kind, "template_variables", frozenset({"messages", "thinking"}))
+    for effort, named in (("high", True), ("none", False), (None, False)):
+        async with client.post(CHAT, json={"messages": [HI], "reasoning_effort": effort}) as answer:
+            assert answer.status == 200, await answer.text()
+            assert ("reasoning_effort" in answer.headers.get("X-Ignored-Fields", "")) == named
+        body = {"input": "Hi", "reasoning": {"effort": effort}}
+        async with client.post("/v1/responses", json=body) as answer:
+            assert answer.status == 200, await answer.text()
+            assert ("reasoning.effort" in answer.headers.get("X-Ignored-Fields", "")) == named
+
+
 async def test_a_strict_server_refuses_all(engine: FakeEngine) -> None:
     async with strict(engine) as client:
         for fields, code in (

@@ -31,6 +31,7 @@ from xdeepserve.api.openai.requests import ChatRequest, ThinkingChoice
 from xdeepserve.api.openai.structured import requested_form
 from xdeepserve.api.openai.tools import offered_tools
 from xdeepserve.api.routes.body import judge_variables, read_body
+from xdeepserve.api.routes.fields import note_ignored
 from xdeepserve.api.server.endpoint import (
     ENGINE_REQUEST_ID,
     REQUEST_ID,
@@ -60,6 +61,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     endpoint = request.app[MODELS].find(body.model)
     check_stream(body)
     judge_variables(request, body.chat_template_kwargs, endpoint.tokenizer.template_variables)
+    note_unread_effort(request, endpoint, body, "reasoning_effort")
     prepared = await prepare_chat(endpoint, body)
     answer = ChatAnswer(endpoint, body, f"chatcmpl-{request[REQUEST_ID]}", request[ENGINE_REQUEST_ID])
     async with endpoint.generate(
@@ -141,6 +143,13 @@ def template_kwargs(body: ChatRequest) -> dict[str, Any]:
     if kind in ("enabled", "disabled"):
         given |= dict.fromkeys(THINKING, kind == "enabled")
     return given | (body.chat_template_kwargs or {})
+
+
+def note_unread_effort(request: web.Request, endpoint: ApiEndpoint, body: ChatRequest, path: str) -> None:
+    """Name the effort at `path`, as other ignored fields, if the chat template reads no variable of it."""
+    names = {"reasoning_effort", *(THINKING if body.reasoning_effort == "none" else ())}
+    if body.reasoning_effort is not None and not names & endpoint.tokenizer.template_variables:
+        note_ignored(request, [path])
 
 
 def num_top_logprobs(body: ChatRequest) -> int | None:

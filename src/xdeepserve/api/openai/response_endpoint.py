@@ -13,7 +13,7 @@ from xdeepserve.api.answers.generation import Generation
 from xdeepserve.api.answers.logprobs import chat_logprobs
 from xdeepserve.api.answers.responses import json_response
 from xdeepserve.api.answers.sse import stream_events
-from xdeepserve.api.openai.chat import prepare_chat
+from xdeepserve.api.openai.chat import note_unread_effort, prepare_chat
 from xdeepserve.api.openai.input_items import input_items
 from xdeepserve.api.openai.requests import ChatMessage
 from xdeepserve.api.openai.response_items import (
@@ -52,6 +52,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
     body, endpoint, before = await _asked(request)
     chat = chat_request(body, before)
     check_stream(chat)
+    note_unread_effort(request, endpoint, chat, "reasoning.effort")
     try:
         prepared = await prepare_chat(endpoint, chat)
         # Not the client's own id, which may come again: answers are found by theirs.

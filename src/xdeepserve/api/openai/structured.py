@@ -8,7 +8,7 @@ from typing import Any
 from aiohttp import web
 
 from xdeepserve.api.openai.requests import GenerationRequest
-from xdeepserve.api.routes.fields import IGNORED, Fields
+from xdeepserve.api.routes.fields import note_ignored
 from xdeepserve.engine.dp.json_schema import unread_words
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.structured_outputs import StructuredOutputsParams
@@ -67,9 +67,7 @@ def note_unread_words(request: web.Request, params: SamplingParams, parse: Parse
     words = [f"schema.{word}" for word in (unread_words(str(form.json)) if form and form.json else ())]
     for function in rules.functions if rules else ():
         words += [f"tools.parameters.{word}" for word in unread_words(function.parameters)]
-    if words:
-        fields = request[IGNORED] = request.get(IGNORED) or Fields()
-        fields.ignored.update(dict.fromkeys(words))
+    note_ignored(request, words)
 
 
 def _read(name: str, value: Any) -> StructuredOutputsParams | None:

@@ -13,7 +13,7 @@ other field that is not null is
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from types import UnionType
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
@@ -525,6 +525,13 @@ class Fields:
 
 
 IGNORED = web.RequestKey("IGNORED", Fields)
+
+
+def note_ignored(request: web.Request, names: Sequence[str]) -> None:
+    """Name fields in the answer's `x-ignored-fields`."""
+    if names:
+        fields = request[IGNORED] = request.get(IGNORED) or Fields()
+        fields.ignored.update(dict.fromkeys(names))
 
 
 def ignored_header(fields: Fields) -> str:
