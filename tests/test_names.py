@@ -66,7 +66,7 @@ def aliases(tree: ast.Module) -> Iterator[str]:
 SEVERAL = {
     "api": {"Item"},
     "comm": {"Array", "Float32", "Int32", "Int64", "Piece", "Quantize"},
-    "engine": {"Counts", "Dispatch", "Exchange", "Ns", "Place", "Preemption", "Stage"},
+    "engine": {"Counts", "Dispatch", "Ns", "Place", "Preemption", "Stage"},
     "hw": {"Place"},
     "quant": {"Sequences"},
 }

@@ -13,8 +13,8 @@ import pytest
 from xdeepserve.bench.papers import comm, sizes
 from xdeepserve.bench.report import Row, print_rows, print_summary, published
 from xdeepserve.cli import main
-from xdeepserve.comm.choices import Exchange
 from xdeepserve.comm.cost import OPS, CommCost, expected_maximum
+from xdeepserve.comm.exchange_choices import Exchange
 from xdeepserve.comm.p2p.layout import RingLayout
 from xdeepserve.errors import InputError
 from xdeepserve.hw.engines import Copy

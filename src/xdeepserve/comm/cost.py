@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from xdeepserve.comm.choices import Carrier, Exchange
+from xdeepserve.comm.exchange_choices import Carrier, Exchange
 from xdeepserve.hw.spec import Spec
 from xdeepserve.hw.topology import SUB_PLANES, Topology
 

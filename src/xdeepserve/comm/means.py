@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from xdeepserve.comm.checks import integer
-from xdeepserve.comm.choices import Carrier
+from xdeepserve.comm.exchange_choices import Carrier
 from xdeepserve.errors import DeploymentError
 from xdeepserve.hw.die import Die
 

@@ -14,7 +14,7 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 from msgspec import field
 
-from xdeepserve.comm import choices
+from xdeepserve.comm import exchange_choices
 from xdeepserve.engine.deploy.policies import (
     ADMISSION,
     DECODE,
@@ -53,9 +53,9 @@ Fabric = Literal["auto", "ub", "roce", "vpc"]
 Transfer = Literal["request", "layer"]
 Attention = Literal["absorbed", "unabsorbed"]
 Transport = Literal["pod", "shm", "tcp"]  # EaaS 4.4
-Carrier = Literal[choices.Carrier, "rdma"]  # rdma: by network cards (MegaScale-Infer 5)
+Carrier = Literal[exchange_choices.Carrier, "rdma"]  # rdma: by network cards (MegaScale-Infer 5)
 Combine = Literal["bf16", "int8"]
-Exchange = choices.Exchange
+Exchange = exchange_choices.Exchange
 PoolFabric = Literal["ub", "vpc"]
 Over = Literal["dma", "send-receive"]
 KVLoss = Literal["recompute", "fail"]

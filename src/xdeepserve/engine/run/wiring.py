@@ -10,9 +10,9 @@ from functools import partial
 
 import msgspec
 
-from xdeepserve.comm.choices import Carrier
 from xdeepserve.comm.collectives.handle import Collectives
 from xdeepserve.comm.collectives.layout import CollectiveLayout
+from xdeepserve.comm.exchange_choices import Carrier
 from xdeepserve.comm.means import Means
 from xdeepserve.comm.services.layout import ServiceLayout
 from xdeepserve.comm.trampoline.layout import A2ELayout

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple, Protocol
 
-from xdeepserve.comm.choices import Carrier
 from xdeepserve.comm.cost import CommCost, Op
+from xdeepserve.comm.exchange_choices import Carrier
 from xdeepserve.comm.services.cost import ServiceCost
 from xdeepserve.comm.services.layout import ServiceLayout
 from xdeepserve.comm.services.server import AT_ONCE, Batching

@@ -15,10 +15,10 @@ from typing import get_args
 import msgspec
 import numpy as np
 
-from xdeepserve.comm.choices import Carrier
 from xdeepserve.comm.cost import CommCost, Op
 from xdeepserve.comm.exchange.layout import Group
 from xdeepserve.comm.exchange.rows import Received
+from xdeepserve.comm.exchange_choices import Carrier
 from xdeepserve.comm.trampoline.layout import Sides
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.experts import ExpertProgram
