@@ -176,6 +176,7 @@ class StepEnded(Observed, frozen=True):
     end_ns: int
     num_used_blocks: int  # when it was launched
     shares: tuple[ShareOfStep, ...]
+    num_parts: int = 1  # microbatches that overlapped on a die
 
 
 LIVES_SAID: Final = {

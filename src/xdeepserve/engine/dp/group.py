@@ -263,12 +263,18 @@ class DPGroup:
         """Number of token rows of a step that is planned or under way."""
         return self._plans[step_idx].num_tokens
 
-    def launch(self, step_idx: StepNo, delay_ns: int = 0, bucket: int = 0) -> None:
+    def plan_of(self, step_idx: StepNo) -> StepPlan:
+        """Return the plan of a step that is planned or under way."""
+        return self._plans[step_idx]
+
+    def launch(self, step_idx: StepNo, delay_ns: int = 0, bucket: int = 0, num_parts: int = 1) -> None:
         """Send the planned step to the dies; without work an empty one.
 
-        `delay_ns` is the delay of the launch, `bucket` the number of rows of the graph that is launched.
+        `delay_ns` is the delay of the launch, `bucket` the number of rows of the graph that is launched. The
+        dies cut the step into `num_parts` overlapping microbatches.
         """
         step = self._steps[step_idx]
+        step.num_parts = num_parts
         if self.tell.observers:
             step.start_ns = self.dies[0].clock.now + delay_ns
             step.num_used_blocks = self.rtc.num_blocks - self.rtc.num_available
@@ -284,7 +290,8 @@ class DPGroup:
             if copies:
                 self.put(CopyBlocks(ticket=None, copies=copies))
         plan = self._plans[step_idx]
-        self.put(msgspec.structs.replace(plan, bucket=bucket, reports_layers=reports_layers), delay_ns)
+        told = {"bucket": bucket, "num_parts": num_parts, "reports_layers": reports_layers}
+        self.put(msgspec.structs.replace(plan, **told), delay_ns)
 
     def forget_plan(self, step_idx: StepNo) -> None:
         """Drop a planned step because no DP group has rows in it, so it is not launched."""
@@ -387,7 +394,8 @@ class DPGroup:
             if step.start_ns is not None:
                 end_ns, shares = self.dies[0].clock.now, observed(step, results)
                 used = step.num_used_blocks
-                self.tell(events.StepEnded(self.id, step_idx, step.start_ns, end_ns, used, shares))
+                at = step_idx, step.start_ns, end_ns
+                self.tell(events.StepEnded(self.id, *at, used, shares, step.num_parts))
             self.scheduler.finish_step(step, results)
 
     def _read_results(

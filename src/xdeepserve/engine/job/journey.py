@@ -94,6 +94,8 @@ class Journey:
         name = f"{kind}, {rows} row{'s' if rows > 1 else ''}"
         args = {"step": step.step, "prefill rows": num_prefill, "decode rows": num_decode}
         args |= {"sequences": len(step.shares), "KV blocks": step.num_used_blocks}
+        if step.num_parts > 1:
+            args["microbatches"] = step.num_parts
         self.trace.span(die, STEPS_LANE, name, step.start_ns, step.end_ns, args)
         self.trace.count(die, "batch (sequences)", step.start_ns, len(step.shares))
         self.trace.count(die, "KV blocks in use", step.start_ns, step.num_used_blocks)

@@ -23,10 +23,13 @@ from xdeepserve.engine.dp.prefixes import ShouldLoad
 from xdeepserve.engine.dp.scheduler import PrefixTier
 from xdeepserve.engine.messages import CopyDone, PoolReady, StepFailed
 from xdeepserve.engine.numbers import GroupRank, Seat
+from xdeepserve.engine.plans import StepPlan
 from xdeepserve.engine.recovery.rollback import Rollback
 from xdeepserve.engine.recovery.rollback_field import plan_rollback_field
+from xdeepserve.engine.run.clock.wiring import ClockWiring
 from xdeepserve.engine.run.executors import Wiring, executor
 from xdeepserve.engine.run.wiring import ByteWiring
+from xdeepserve.engine.te.forecast import EvenLoads, Forecast
 from xdeepserve.engine.te.host import Host
 from xdeepserve.engine.te.members import Members, Stay
 from xdeepserve.engine.te.status_gather import StatusGather, plan_statuses
@@ -272,6 +275,16 @@ class TEPlan:
             each.use_launcher(Launcher(each.die, execution))
         seed = self.sizes.settings.seed + 1_000_003 * self.dies[0]  # each TE's delays are its own
         return Host(execution, self.spec, len(self.team.group_ranks), seed)
+
+    def num_parts(self, executors: Sequence[Executor]) -> Callable[[Sequence[StepPlan]], int]:
+        """Create the function that decides from a step's plans how many overlapping microbatches the dies cut
+        it into."""
+        if self.sizes.walk.is_dynamic:
+            timing = self.wiring.timing if isinstance(self.wiring, ClockWiring) else None
+            loads = EvenLoads(self.config, self.sizes.experts, len(self.dies), timing)
+            return Forecast(executors[0], loads, self.team).num_parts
+        always = self.sizes.walk.num_parts
+        return lambda _: always
 
     def make_program(self, server: Stay, threads: Threads, reports: Queue[msgspec.Struct]) -> None:
         """Create the program of an expert die."""
