@@ -176,7 +176,14 @@ class StepEnded(Observed, frozen=True):
     end_ns: int
     num_used_blocks: int  # when it was launched
     shares: tuple[ShareOfStep, ...]
-    num_parts: int = 1  # microbatches that overlapped on a die
+
+
+class StepCut(Observed, frozen=True):
+    """A step of a TE that decides for each is launched in overlapping microbatches, not whole."""
+
+    te: str
+    step: StepNo
+    num_parts: int
 
 
 LIVES_SAID: Final = {

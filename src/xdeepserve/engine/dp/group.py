@@ -274,7 +274,6 @@ class DPGroup:
         dies cut the step into `num_parts` overlapping microbatches.
         """
         step = self._steps[step_idx]
-        step.num_parts = num_parts
         if self.tell.observers:
             step.start_ns = self.dies[0].clock.now + delay_ns
             step.num_used_blocks = self.rtc.num_blocks - self.rtc.num_available
@@ -394,8 +393,7 @@ class DPGroup:
             if step.start_ns is not None:
                 end_ns, shares = self.dies[0].clock.now, observed(step, results)
                 used = step.num_used_blocks
-                at = step_idx, step.start_ns, end_ns
-                self.tell(events.StepEnded(self.id, *at, used, shares, step.num_parts))
+                self.tell(events.StepEnded(self.id, step_idx, step.start_ns, end_ns, used, shares))
             self.scheduler.finish_step(step, results)
 
     def _read_results(

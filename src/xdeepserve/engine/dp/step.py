@@ -61,7 +61,6 @@ class PlannedStep:
     receives: list[Sequence] = field(default_factory=list)  # from another TE
     is_again: bool = False  # it has been launched before, and then rolled back
     ticket: int | None = None  # of the blocks that must not change hands before its end
-    num_parts: int = 1  # overlapping microbatches, once it is launched
     start_ns: int | None = None  # of its launch, and the blocks in use then; where somebody observes
     num_used_blocks: int = 0
 
