@@ -142,8 +142,8 @@ def serve(model: SeededCheckpoint, *settings: str, timing: bool = False) -> Serv
 
     async def run() -> None:
         await engine.start()
-        for num, length in ((1, 1), (4, 8), (16, 60), (32, 200)):
-            params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+        for num, length in ((1, 1), (4, 8), (12, 190)):
+            params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
             requests = [
                 engine.submit([(i + length) % 250 + 1] * length, params, f"{num}-{i}") for i in range(num)
             ]

@@ -14,7 +14,7 @@ from xdeepserve.hw.faults import Fault
 from xdeepserve.llm import digest
 
 PROMPTS = [[7 * i + j for j in range(8 + i)] for i in range(8)]
-PARAMS = SamplingParams(max_tokens=24, temperature=0.7, seed=3, ignore_eos=True)
+PARAMS = SamplingParams(max_tokens=16, temperature=0.7, seed=3, ignore_eos=True)
 SOON = ("health.suspect_s=0.01", "health.lost_s=0.05")
 FAILOVER = ("recovery.failover=true", *SOON)
 PAIR = ("prefill.dies=1", "prefill.tp=1", "decode.dies=2", "fabric=ub")
