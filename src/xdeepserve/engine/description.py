@@ -348,4 +348,5 @@ def _division(te: TEPlan) -> str:
 
 def _overlap(te: TEPlan) -> str:
     walk = te.sizes.walk
-    return f"; {walk.num_microbatches} microbatches overlap by {walk.overlap}" if walk.overlap else ""
+    where = " in steps that are predicted to end sooner so" if walk.is_dynamic else ""
+    return f"; {walk.num_microbatches} microbatches overlap by {walk.overlap}{where}" if walk.overlap else ""

@@ -61,6 +61,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     step: StepNo
     bucket: int = 0  # rows of the graph that the step is launched as; 0: none
+    num_parts: int = 1  # microbatches that it is cut into where they overlap on a die
     reports_layers: bool = False  # a LayerDone for each layer, since somebody waits for its KV
     # per row
     token_ids: list[int] = []

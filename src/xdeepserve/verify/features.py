@@ -105,6 +105,7 @@ FEATURES = (
     Feature("output projections shared", ("o_proj_tp=2",), O_PROJ),
     Feature("2 microbatches on a die, by cores", ("pipeline.microbatches=2", "pipeline.overlap=cores")),
     Feature("2 microbatches on a die, by engines", ("pipeline.microbatches=2", "pipeline.overlap=engines")),
+    Feature("2 microbatches in steps that gain", ("pipeline.microbatches=2", "pipeline.dynamic=true")),
     Feature("3 microbatches away at the experts", ("attention.microbatches=3",)),
     *(
         Feature(f"exchange by {way}{end}", (f"exchange={way}", *more))

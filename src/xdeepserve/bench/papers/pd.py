@@ -93,10 +93,10 @@ async def _serve_one(engine: Engine) -> tuple[int, int]:
     def watch(group: DPGroup) -> None:
         launch = group.launch
 
-        def watched(step_idx: StepNo, delay_ns: int = 0, bucket: int = 0) -> None:
+        def watched(step_idx: StepNo, delay_ns: int = 0, bucket: int = 0, num_parts: int = 1) -> None:
             if group.num_rows(step_idx):
                 begins.append(clock.now + delay_ns)
-            launch(step_idx, delay_ns, bucket)
+            launch(step_idx, delay_ns, bucket, num_parts)
 
         group.launch = watched  # type: ignore[method-assign]
 

@@ -436,6 +436,10 @@ class PipelineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "AIC cores of the attention stream where microbatches overlap by cores, of 24 (of 20 if prefill on "
         "910b does so), and AIV cores alike",
     ] = 16
+    dynamic: Annotated[
+        bool,
+        "a step is cut into its two microbatches only if it is predicted to end sooner so (xDeepServe 4)",
+    ] = False
     adaptive: Annotated[
         bool, "AIC cores move between the streams, one a layer, until both take as long; from attention_cores"
     ] = False

@@ -205,7 +205,7 @@ def size(
     )
     experts = _expert_sizes(d, config, te, vacant)
     walk = _walk_sizes(d, te, num_domains, not is_timing_only and _is_lockstep(d, te.kind, config))
-    steps = _step_sizes(d, config, te, walk.num_parts)
+    steps = _step_sizes(d, config, te, walk.least_parts)
     return Sizes(
         place=_place(d, te, experts, first_die, num_domains, vacant),
         groups=_group_sizes(d, te, steps.max_part),
@@ -290,6 +290,7 @@ def _walk_sizes(d: Deployment, te: TEDies, num_domains: int, is_lockstep: bool) 
     return WalkSizes(
         turns=turns,
         num_microbatches=attention.microbatches if row.is_apart else pipeline.microbatches,
+        is_dynamic=pipeline.dynamic and turns == "overlap",
         attention_cores=pipeline.attention_cores if turns == "overlap" and overlap == "cores" else 0,
         moves_cores=pipeline.adaptive,
         unabsorbed=d.prefill_attention == "unabsorbed",

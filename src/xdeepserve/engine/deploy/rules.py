@@ -409,7 +409,7 @@ WITHOUT_EFFECT = (
         "microbatches overlap by engines, and each has all cores",
     ),
     SettingRule(
-        ("pipeline.overlap", "pipeline.attention_cores", "pipeline.adaptive"),
+        ("pipeline.overlap", "pipeline.dynamic", "pipeline.attention_cores", "pipeline.adaptive"),
         lambda d: _pipeline(d).microbatches <= 1,
         "steps are whole unless pipeline.microbatches=2",
     ),

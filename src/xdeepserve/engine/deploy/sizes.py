@@ -175,6 +175,7 @@ class WalkSizes(msgspec.Struct, frozen=True, kw_only=True):
 
     turns: Turns = "serial"
     num_microbatches: int = 1
+    is_dynamic: bool = False  # a step is cut into microbatches only if it is predicted to end sooner so
     attention_cores: int = 0  # AIC cores of the attention stream; 0 unless microbatches overlap by cores
     moves_cores: bool = False  # between the two streams
     unabsorbed: bool = False  # attention to prompts is billed so
@@ -211,6 +212,11 @@ class WalkSizes(msgspec.Struct, frozen=True, kw_only=True):
     def num_parts(self) -> int:
         """Number of microbatches side by side on a die, each with buffers and exchanges of its own."""
         return self.num_microbatches if self.turns == "overlap" else 1
+
+    @property
+    def least_parts(self) -> int:
+        """Smallest number of parts of a step; buffers have room for the largest of these."""
+        return 1 if self.is_dynamic else self.num_parts
 
 
 class ExpertSizes(msgspec.Struct, frozen=True, kw_only=True):

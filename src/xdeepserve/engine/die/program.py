@@ -56,7 +56,7 @@ class Traversal(NamedTuple):
     """Way of a step's rows through the layers on a die: runners, one for each microbatch, and their schedule.
 
     `main` runs the stages outside layers. `programs` has the program of each layer, by its number. `head`
-    follows the last layer.
+    follows the last layer. `whole` is the way of a step that is not cut, where that is decided for each step.
     """
 
     main: Runner
@@ -64,6 +64,17 @@ class Traversal(NamedTuple):
     schedule: Schedule
     programs: Sequence[LayerProgram]
     head: Program = HEAD
+    whole: Traversal | None = None
+
+    @property
+    def ways(self) -> list[Traversal]:
+        """List the way of a step that is cut, and that of a whole one if there is any."""
+        return [self] if self.whole is None else [self, self.whole]
+
+    @property
+    def all_runners(self) -> list[Runner]:
+        """List the runners of all ways, each once."""
+        return list(dict.fromkeys(runner for way in self.ways for runner in (way.main, *way.runners)))
 
 
 class Executor:
@@ -109,7 +120,7 @@ class Executor:
     def use_launcher(self, launcher: Launcher) -> None:
         """Make each launch take the host's time from now on."""
         self.launcher = launcher
-        for runner in (self.runner, *self.traversal.runners):
+        for runner in self.traversal.all_runners:
             runner.launcher = launcher
 
     def refuse(self) -> None:
@@ -149,7 +160,7 @@ class Executor:
                 self._rollback.enter(epoch)
                 self.reports.put(RolledBack(DieNumber(self.die.index), epoch))
             case Resume(epoch=epoch):
-                for runner in dict.fromkeys((self.runner, *self.traversal.runners)):
+                for runner in self.traversal.all_runners:
                     runner.reset(epoch)
                 self._rollback.resume()
             case Probe():
@@ -271,7 +282,7 @@ class Executor:
 
         Each MoE layer has one exchange; their event IDs count up from `first_event`.
         """
-        way = self.traversal
+        way = next(way for way in self.traversal.ways[::-1] if len(way.runners) >= self.plan.num_parts)
 
         def visits() -> list[Visit]:
             event, found = first_event, []
@@ -281,12 +292,14 @@ class Executor:
                 event += layer.moe is not None
             return found
 
-        if len(way.runners) > 1:
+        if way.runners[0] is not self.runner:
             await self.runner.pace.settle()
         begin(way.runners, self.runner.frame)
         await way.schedule(way.runners, visits, self.end_layer)
         for runner in way.runners:
             runner.at()
+            if runner.pace is not self.runner.pace:
+                await runner.pace.settle()
 
     async def end_layer(self, index: int) -> None:
         """Tell the host when a layer of the main model is done, if the plan asks for such reports.

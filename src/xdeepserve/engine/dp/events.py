@@ -178,6 +178,14 @@ class StepEnded(Observed, frozen=True):
     shares: tuple[ShareOfStep, ...]
 
 
+class StepCut(Observed, frozen=True):
+    """A step of a TE that decides for each is launched in overlapping microbatches, not whole."""
+
+    te: str
+    step: StepNo
+    num_parts: int
+
+
 LIVES_SAID: Final = {
     "loading": "loads its weights",
     "draining": "takes no new work: it leaves when it has ended what it has",

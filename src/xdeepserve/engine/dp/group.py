@@ -263,10 +263,15 @@ class DPGroup:
         """Number of token rows of a step that is planned or under way."""
         return self._plans[step_idx].num_tokens
 
-    def launch(self, step_idx: StepNo, delay_ns: int = 0, bucket: int = 0) -> None:
+    def plan_of(self, step_idx: StepNo) -> StepPlan:
+        """Return the plan of a step that is planned or under way."""
+        return self._plans[step_idx]
+
+    def launch(self, step_idx: StepNo, delay_ns: int = 0, bucket: int = 0, num_parts: int = 1) -> None:
         """Send the planned step to the dies; without work an empty one.
 
-        `delay_ns` is the delay of the launch, `bucket` the number of rows of the graph that is launched.
+        `delay_ns` is the delay of the launch, `bucket` the number of rows of the graph that is launched. The
+        dies cut the step into `num_parts` overlapping microbatches.
         """
         step = self._steps[step_idx]
         if self.tell.observers:
@@ -284,7 +289,8 @@ class DPGroup:
             if copies:
                 self.put(CopyBlocks(ticket=None, copies=copies))
         plan = self._plans[step_idx]
-        self.put(msgspec.structs.replace(plan, bucket=bucket, reports_layers=reports_layers), delay_ns)
+        told = {"bucket": bucket, "num_parts": num_parts, "reports_layers": reports_layers}
+        self.put(msgspec.structs.replace(plan, **told), delay_ns)
 
     def forget_plan(self, step_idx: StepNo) -> None:
         """Drop a planned step because no DP group has rows in it, so it is not launched."""

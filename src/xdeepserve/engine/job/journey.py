@@ -12,6 +12,7 @@ from typing import Any
 from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.events import GroupId
 from xdeepserve.engine.dp.group import TransferEnded
+from xdeepserve.engine.numbers import StepNo
 from xdeepserve.engine.te.te import TE
 from xdeepserve.hw.pod import Pod
 
@@ -37,6 +38,7 @@ class Journey:
         self.trace, self._clock = pod.trace, pod.clock
         self._since: dict[int, int] = {}  # when a request's next step could be taken, if it was not at once
         self._began_ns: dict[tuple[int, GroupId], int] = {}  # when a group registered its side of a transfer
+        self._cut: dict[tuple[str, StepNo], int] = {}  # microbatches of steps that are not whole
         self._die: dict[str, int] = {}  # the first of each DP group
         self._tes: dict[str, TE] = {}
         self._job_executor = self.trace.add_node("job executor", 0)
@@ -59,6 +61,8 @@ class Journey:
         # A TE warms up before it joins: those steps belong to no request.
         if isinstance(event, events.StepEnded) and event.group.te in self._tes:
             self._draw_step(event)
+        elif isinstance(event, events.StepCut):
+            self._cut[event.te, event.step] = event.num_parts
         if not isinstance(event, events.Event):
             return
         now, seq_id = self._clock.now, event.seq_id
@@ -94,6 +98,8 @@ class Journey:
         name = f"{kind}, {rows} row{'s' if rows > 1 else ''}"
         args = {"step": step.step, "prefill rows": num_prefill, "decode rows": num_decode}
         args |= {"sequences": len(step.shares), "KV blocks": step.num_used_blocks}
+        if (num_parts := self._cut.get((step.group.te, step.step))) is not None:
+            args["microbatches"] = num_parts
         self.trace.span(die, STEPS_LANE, name, step.start_ns, step.end_ns, args)
         self.trace.count(die, "batch (sequences)", step.start_ns, len(step.shares))
         self.trace.count(die, "KV blocks in use", step.start_ns, step.num_used_blocks)

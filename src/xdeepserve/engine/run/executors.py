@@ -65,7 +65,19 @@ def traversal(
         lead_to_experts(wiring, rank, each)
     for m, each in enumerate(runners):
         connect(wiring, rank, each, m)
-    return Traversal(main, runners, schedule(walk, groups.is_sliced), programs(wiring, mem, weights))
+    is_cut, is_sliced = walk.turns == "overlap", groups.is_sliced
+    way = Traversal(main, runners, schedule(walk, is_sliced), programs(wiring, mem, weights, is_cut))
+    if not walk.is_dynamic:
+        return way
+    # A whole step has the buffers of the first microbatch, and all cores.
+    first = runners[0]
+    runner_of_whole = Runner(die, first.frame, first.pace)
+    runner_of_whole.group = first.group
+    if first.exchange is not None:
+        runner_of_whole.exchange = wiring.exchange(rank, first.pace, None)
+    in_turn = partial(in_slices, serial) if is_sliced else serial
+    whole = Traversal(main, [runner_of_whole], in_turn, programs(wiring, mem, weights, is_cut=False))
+    return way._replace(whole=whole)
 
 
 def frame_of(mem: DieMemory, weights: ModelWeights, threads: Threads, buffers: Workspace) -> Frame:
@@ -125,8 +137,8 @@ def schedule(walk: WalkSizes, is_sliced: bool) -> Schedule:
     return partial(in_slices, chosen) if is_sliced else chosen
 
 
-def programs(wiring: Wiring, mem: DieMemory, weights: ModelWeights) -> list[LayerProgram]:
-    """Return the Program of each layer on this die, MTP's last.
+def programs(wiring: Wiring, mem: DieMemory, weights: ModelWeights, is_cut: bool) -> list[LayerProgram]:
+    """Return the Program of each layer on this die, MTP's last; `is_cut`: two microbatches overlap in it.
 
     Equal layers share a Program, so the prices of its stages are computed once.
     """
@@ -142,13 +154,13 @@ def programs(wiring: Wiring, mem: DieMemory, weights: ModelWeights) -> list[Laye
             *(isinstance(w, Linear) and w.scale is not None for w in found),
         )
         if kind not in kinds:
-            kinds[kind] = divided(layer_program(wiring, mem, layer), layer, wiring.team.sizes.groups)
+            kinds[kind] = divided(layer_program(wiring, mem, layer, is_cut), layer, wiring.team.sizes.groups)
         result.append(kinds[kind])
     return result
 
 
-def layer_program(wiring: Wiring, mem: DieMemory, layer: Layer) -> LayerProgram:
-    """Build the Program of a decoder layer, with its microbatches overlapped if the TE's do."""
+def layer_program(wiring: Wiring, mem: DieMemory, layer: Layer, is_cut: bool) -> LayerProgram:
+    """Build the Program of a decoder layer, for two microbatches that overlap if `is_cut`."""
     walk = wiring.team.sizes.walk
     where = Where(
         experts=wiring.team.sizes.experts.where,
@@ -160,7 +172,7 @@ def layer_program(wiring: Wiring, mem: DieMemory, layer: Layer) -> LayerProgram:
         holds=mem.holds,
     )
     program = decoder_layer(layer, where)
-    return overlapped(program) if walk.turns == "overlap" else program
+    return overlapped(program) if is_cut else program
 
 
 def divided(program: LayerProgram, layer: Layer, groups: GroupSizes) -> LayerProgram:

@@ -127,8 +127,9 @@ class ByteWiring:
         by_cores = microbatch is not None and self.team.sizes.walk.overlap == "cores"
         return Computing(self._die(rank), shares_hbm=by_cores)
 
-    def exchange(self, rank: DieRank, pace: Pace, microbatch: int) -> Exchange:
-        """Make a rank's end of dispatch and combine.
+    def exchange(self, rank: DieRank, pace: Pace, microbatch: int | None) -> Exchange:
+        """Make a rank's end of dispatch and combine; for a whole step (None) with the buffers of the first
+        microbatch.
 
         If microbatches overlap by cores, it uses the AIV cores of stream 1. If they overlap by engines, the
         DMA engine carries pulled rows, and AIV cores carry pushed ones.
@@ -136,13 +137,13 @@ class ByteWiring:
         die, walk = self._die(rank), self.team.sizes.walk
         cores: int | None = None
         carrier: Carrier = "mte"
-        if walk.overlap == "engines":
+        if walk.overlap == "engines" and microbatch is not None:
             carrier = "urma"
-        elif walk.overlap == "cores":
+        elif walk.overlap == "cores" and microbatch is not None:
             cores = microbatch_cores(die, walk.attention_cores, False, "aiv")
-        lane = "XCCL" if walk.overlap is None else f"XCCL microbatch {microbatch}"
+        lane = "XCCL" if walk.overlap is None else f"XCCL microbatch {microbatch or 0}"
         means = Means(cores, carrier, walk.timeout_ns, lane)
-        return self.among[microbatch].end(rank, means)
+        return self.among[microbatch or 0].end(rank, means)
 
     def group(self, rank: DieRank, pace: Pace, microbatch: int) -> GroupEnd:
         """Make a rank's end of its group's collectives."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from xdeepserve.engine.balance.reconfigure import Reconfiguration
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.numbers import StepNo
+from xdeepserve.engine.plans import StepPlan
 from xdeepserve.engine.recovery.rollback import Rollback
 from xdeepserve.engine.te.hearing import Hearing
 from xdeepserve.engine.te.heartbeat import Heartbeats
@@ -35,6 +36,7 @@ class StepParts(NamedTuple):
     recovery: Rollback
     reconfiguration: Reconfiguration | None
     host: Host | None
+    num_parts: Callable[[Sequence[StepPlan]], int]  # that the dies cut a step into, by its plans
     after_turn: Callable[
         [StepSet], None
     ]  # checks invariants of the steps' groups, where a setting asks for it
@@ -93,9 +95,13 @@ class StepSet:
         self.next = max(self.next, StepNo(step + 1))
 
     def launch(self, step: StepNo, delays_ns: Sequence[int], bucket: int) -> None:
-        """Send a planned step to the dies of all groups, each after its own delay."""
+        """Send a planned step to the dies of all groups, each after its own delay.
+
+        All of them cut it into equally many parts.
+        """
+        num_parts = self._parts.num_parts([group.plan_of(step) for group in self.groups])
         for group, delay_ns in zip(self.groups, delays_ns, strict=True):
-            group.launch(step, delay_ns, bucket)
+            group.launch(step, delay_ns, bucket, num_parts)
             self._parts.health.ask(group.rank, len(group.dies), delay_ns)
 
     def before_launch(self, step: StepNo) -> None:

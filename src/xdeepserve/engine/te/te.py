@@ -98,6 +98,7 @@ class TE:
         parts = StepParts(
             *(pod.clock, self.groups, self.lifetime, self._hearing),
             *(self.health, self.recovery, self.reconfiguration, plan.host(self.executors)),
+            num_parts=plan.num_parts(self.executors, tell),
             after_turn=partial(check, self.health, self.te_shell) if is_checked else lambda steps: None,
         )
         self._turns: StepsApart | StepsTogether

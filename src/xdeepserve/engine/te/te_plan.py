@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,16 +18,19 @@ from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.program import Executor
-from xdeepserve.engine.dp.events import EventLog, GroupId, ReplicasChanged
+from xdeepserve.engine.dp.events import EventLog, GroupId, ReplicasChanged, StepCut
 from xdeepserve.engine.dp.group import DPGroup, GivesWay
 from xdeepserve.engine.dp.prefixes import ShouldLoad
 from xdeepserve.engine.dp.scheduler import PrefixTier
 from xdeepserve.engine.messages import CopyDone, PoolReady, StepFailed
 from xdeepserve.engine.numbers import GroupRank, Seat
+from xdeepserve.engine.plans import StepPlan
 from xdeepserve.engine.recovery.rollback import Rollback
 from xdeepserve.engine.recovery.rollback_field import plan_rollback_field
+from xdeepserve.engine.run.clock.wiring import ClockWiring
 from xdeepserve.engine.run.executors import Wiring, executor
 from xdeepserve.engine.run.wiring import ByteWiring
+from xdeepserve.engine.te.forecast import EvenLoads, Forecast
 from xdeepserve.engine.te.host import Host
 from xdeepserve.engine.te.members import Members, Stay
 from xdeepserve.engine.te.status_gather import StatusGather, plan_statuses
@@ -272,6 +276,24 @@ class TEPlan:
             each.use_launcher(Launcher(each.die, execution))
         seed = self.sizes.settings.seed + 1_000_003 * self.dies[0]  # each TE's delays are its own
         return Host(execution, self.spec, len(self.team.group_ranks), seed)
+
+    def num_parts(self, executors: Sequence[Executor], tell: EventLog) -> Callable[[Sequence[StepPlan]], int]:
+        """Create the function that decides from a step's plans how many overlapping microbatches the dies cut
+        it into."""
+        if self.sizes.walk.is_dynamic:
+            timing = self.wiring.timing if isinstance(self.wiring, ClockWiring) else None
+            loads = EvenLoads(self.config, self.sizes.experts, len(self.dies), timing)
+            forecast = Forecast(executors[0], loads, self.team)
+            return partial(self._decide, forecast, tell)
+        always = self.sizes.walk.num_parts
+        return lambda _: always
+
+    def _decide(self, forecast: Forecast, tell: EventLog, plans: Sequence[StepPlan]) -> int:
+        """Return how many microbatches a step is cut into, and tell if it is not whole."""
+        num_parts = forecast.num_parts(plans)
+        if num_parts > 1:
+            tell(StepCut(self.name, plans[0].step, num_parts))
+        return num_parts
 
     def make_program(self, server: Stay, threads: Threads, reports: Queue[msgspec.Struct]) -> None:
         """Create the program of an expert die."""

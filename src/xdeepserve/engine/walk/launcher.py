@@ -14,6 +14,7 @@ class Guards(NamedTuple):
     """Conditions of a captured graph; a step that differs in any of them needs another graph."""
 
     bucket: int  # rows, padded
+    num_parts: int  # overlapping microbatches
     has_rows: bool
     has_logits: bool
     samples: bool  # some sequence's last row is in the step
@@ -24,6 +25,7 @@ class Guards(NamedTuple):
     def of(cls, plan: StepPlan) -> Guards:
         return cls(
             plan.bucket,
+            plan.num_parts,
             plan.num_tokens > 0,
             bool(plan.logit_rows),
             any(token < 0 for token in plan.next_token_ids),

@@ -15,10 +15,10 @@ import numpy as np
 from xdeepserve.engine.walk.ends import Exchange, GroupEnd, Trampoline
 from xdeepserve.engine.walk.launcher import Launches
 from xdeepserve.hw.die import Die
-from xdeepserve.hw.spec import Core
+from xdeepserve.hw.spec import Core, Spec
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.tensors import Held, Layer
-from xdeepserve.step.frame import Frame, KVCache
+from xdeepserve.step.frame import Frame, KVCache, Model
 from xdeepserve.step.stage import Counts, Meet, Program, Stage
 
 MAX_KEPT = 1 << 12  # prices that are kept: the same counts come again in layers and steps
@@ -104,6 +104,14 @@ class Price(NamedTuple):
     hbm_ns: float
 
 
+def price(
+    spec: Spec, model: Model, stage: Stage, weights: Layer | Held, counts: Counts, cores: int | None
+) -> Price:
+    """Price a stage of a layer, or of its experts, on `cores` cores of its kind (None: all)."""
+    work = stage.work(model, weights, counts)
+    return Price(spec.stage_ns(work, cores if stage.core == "aic" else None), spec.hbm_ns(work.nbytes))
+
+
 class Runner:
     """Runs the rows of a frame through stages and exchanges on a die.
 
@@ -161,8 +169,8 @@ class Runner:
             return
         copies = self._copies(stage, rows) if stage.name == "Experts" else (0, 0, 0)
         read = (f.batch.context, f.batch.kv_tokens) if stage.attends else (0, 0)
-        price = self._price(stage, f.layer, Counts(rows, *read, *copies))
-        await self.launch_stage(stage, price.ns, rows, price.hbm_ns)
+        ns, hbm_ns = self._price(stage, f.layer, Counts(rows, *read, *copies))
+        await self.launch_stage(stage, ns, rows, hbm_ns)
 
     def _rows(self, stage: Stage) -> int:
         f = self.frame
@@ -187,14 +195,12 @@ class Runner:
         """
         cores = self.cores(stage.core)
         key = id(stage), weights.kind, counts, cores  # stages live as long as the die program
-        price = self._prices.get(key)
-        if price is None:
+        found = self._prices.get(key)
+        if found is None:
             if len(self._prices) >= MAX_KEPT:
                 self._prices.clear()
-            work = stage.work(self.frame.model, weights, counts)
-            ns = self.die.spec.stage_ns(work, cores if stage.core == "aic" else None)
-            price = self._prices[key] = Price(ns, self.die.spec.hbm_ns(work.nbytes))
-        return price
+            found = self._prices[key] = price(self.die.spec, self.frame.model, stage, weights, counts, cores)
+        return found
 
     def _copies(self, stage: Stage, rows: int) -> tuple[float, float, float]:
         """Return the experts' work to bill, from the exchange if the rows came by one."""

@@ -132,10 +132,11 @@ class ClockWiring:
         self.timelines[rank].append(timeline)
         return timeline
 
-    def exchange(self, rank: DieRank, pace: Pace, microbatch: int) -> Exchange:
-        """Make a rank's end of dispatch and combine, as meetings."""
+    def exchange(self, rank: DieRank, pace: Pace, microbatch: int | None) -> Exchange:
+        """Make a rank's end of dispatch and combine, as meetings; a whole step (None) has those of the first
+        microbatch."""
         assert isinstance(pace, Timeline)
-        return self.among[microbatch].end(rank, pace)
+        return self.among[microbatch or 0].end(rank, pace)
 
     def group(self, rank: DieRank, pace: Pace, microbatch: int) -> GroupEnd:
         """Make a rank's end of its DP group's collectives, as meetings."""

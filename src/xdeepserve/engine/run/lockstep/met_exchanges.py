@@ -21,7 +21,7 @@ import numpy as np
 from xdeepserve.comm.cost import Op
 from xdeepserve.comm.exchange.layout import Group, Layout
 from xdeepserve.comm.fused.layout import FusedLayout
-from xdeepserve.engine.die.program import Executor
+from xdeepserve.engine.die.program import Executor, Traversal
 from xdeepserve.engine.run.lockstep import tables
 from xdeepserve.engine.run.lockstep.colocated import AmongTwin, ColocatedLockstep
 from xdeepserve.engine.run.lockstep.kernels import attention as a
@@ -45,9 +45,13 @@ def has_stages_of_tasks(executor: Executor) -> bool:
 def use_met_exchanges(executors: Sequence[Executor]) -> None:
     """Make stages after a dispatch take virtual time only, on all these dies: the meeting computes them."""
     for executor in executors:
-        way = executor.traversal
-        known = {id(program): _without_experts(program) for program in way.programs}
-        executor.traversal = way._replace(programs=[known[id(program)] for program in way.programs])
+        met, *whole = [_met(way) for way in executor.traversal.ways]
+        executor.traversal = met._replace(whole=whole[0]) if whole else met
+
+
+def _met(way: Traversal) -> Traversal:
+    known = {id(program): _without_experts(program) for program in way.programs}
+    return way._replace(programs=[known[id(program)] for program in way.programs])
 
 
 def _without_experts(program: LayerProgram) -> LayerProgram:
@@ -93,6 +97,9 @@ def met_exchanges(
     for executor, runner in zip(executors, runners, strict=True):
         end = hub.end(executor.rank, Timeline(executor.die))
         runner.exchange = end._replace(reset=partial(_reset, end, executor.die, exchange[1]))
+        whole = executor.traversal.whole
+        if whole is not None and not part:  # it has the buffers of the first microbatch
+            whole.runners[0].exchange = runner.exchange
     return lockstep
 
 

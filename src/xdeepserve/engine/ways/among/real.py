@@ -61,12 +61,14 @@ class Among:
         return self.team.sizes.experts.num_slots
 
     def end(self, rank: DieRank, means: Means) -> Exchange:
-        """Make a rank's end of the exchange."""
+        """Make a rank's end of the exchange; another end of the same rank uses its buffers by other means."""
         die = self.team.pod.dies[self.team.dies[rank]]
-        self._handles[rank] = self._make(die, rank, self.group, self.layout, quantize_rows, means)
+        if rank not in self._handles:
+            self._handles[rank] = self._make(die, rank, self.group, self.layout, quantize_rows, means)
+        means = means.checked(die)
         return Exchange(
-            partial(self.dispatch, rank),
-            partial(self.combine, rank),
+            partial(self.dispatch, rank, means),
+            partial(self.combine, rank, means),
             partial(self.bill, rank),
             partial(self.reset, rank),
         )
@@ -75,17 +77,24 @@ class Among:
         """Forget a rank's unfinished exchange, after a rollback."""
         self._handles[rank].reset()
 
-    async def dispatch(self, rank: DieRank, x: Array, topk_idx: Array, event_id: int) -> TokenCopies:
+    async def dispatch(
+        self, rank: DieRank, means: Means, x: Array, topk_idx: Array, event_id: int
+    ) -> TokenCopies:
         """Send tokens to the ranks with their experts; return the rows for the rank's own experts."""
         self._tally.come(event_id, len(x))
-        received = await self._handles[rank].dispatch(x, topk_idx, event_id)
+        handle = self._handles[rank]
+        handle.means = means
+        received = await handle.dispatch(x, topk_idx, event_id)
         num_shared = int((received.expert_idx >= self._num_slots).sum())
         self._latest[rank] = event_id, num_shared
         return received
 
-    async def combine(self, rank: DieRank, expert_out: Array, topk_weights: Array, event_id: int) -> Array:
+    async def combine(
+        self, rank: DieRank, means: Means, expert_out: Array, topk_weights: Array, event_id: int
+    ) -> Array:
         """Return the experts' answers to a rank's tokens, [T, K, H]; pushed, their sums [T, H]."""
         handle = self._handles[rank]
+        handle.means = means
         if isinstance(handle, FusedXCCL):
             return await handle.combine(expert_out, topk_weights, event_id)
         return await handle.combine(expert_out, event_id)
