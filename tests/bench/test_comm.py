@@ -178,6 +178,14 @@ def test_trampolines_win_with_few_attention_cores_and_lose_with_many(
     assert all(f"{row.value:.2f} x  a2e/attention_aiv={cores}" in shown for cores, row in gains.items())
 
 
+def test_fused_operators_beat_three_all_to_alls(rows: dict[str, Row]) -> None:
+    """Most of all with few tokens, where the startup of DMA and the host's waits are most of the time."""
+    for op in ("dispatch", "combine"):
+        for ep in comm.SIMULATED_EP_SIZES:
+            few, many = (rows[f"basic/gain/{op}/ep={ep}/batch={batch}"].value for batch in (8, 128))
+            assert few > 2 * many > 2
+
+
 def test_shrunk_tokens_take_the_same_time() -> None:
     for way in ("pull", "push"):
         whole, shrunk = (comm.simulate_exchange(way, 8, 128, shrink) for shrink in (1, comm.SHRINK))
