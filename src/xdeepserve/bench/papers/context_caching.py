@@ -157,7 +157,8 @@ def figure_23(planes: tuple[PoolFabric, ...] = PLANES, spec: Spec | None = None)
     for place, ms in curves.items():
         values.append((f"ems/ttft/{place}", ms, "ms"))
         values.append((f"ems/throughput/{place}", 1000 * CHIP_TOKENS / ms, "tok/s"))
-    return [Row(name, value, unit, "predicted") for name, value, unit in values]
+    note = f"continued from {SHALLOW} and {DEEP} layers"
+    return [Row(name, value, unit, "predicted", note) for name, value, unit in values]
 
 
 def curves(rows: Sequence[Row]) -> dict[str, tuple[list[float], list[float]]]:

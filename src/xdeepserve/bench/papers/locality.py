@@ -39,7 +39,7 @@ def rows(work: Sequence[engine.TimedRequest] | None = None) -> Iterator[Row]:
             )
         cached = sum(m.num_cached_tokens for m in result.metrics) / total
         times[way] = result.mean_ttft_ms()
-        yield Row(f"locality/{way}/cached", 100 * cached, "%", "predicted")
+        yield Row(f"locality/{way}/cached", 100 * cached, "%", "predicted", "of all prompts' tokens")
         yield Row(f"locality/{way}/mean_ttft", times[way], "ms", "predicted")
         yield Row(f"locality/{way}/p99_ttft", result.p99_ttft_ms(), "ms", "predicted")
     for way in ("own caches, by prefix", "own caches, by load"):
