@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from xdeepserve.bench.papers import ems
+from xdeepserve.bench.papers import context_caching, ems, locality
 from xdeepserve.bench.papers.request_traces import generated, hits_of_belady, hits_of_lru
+from xdeepserve.bench.report import Row
 from xdeepserve.cli import main
-from xdeepserve.errors import InputError
+from xdeepserve.errors import InputError, XDeepServeError
 from xdeepserve.platform.traces import TracedRequest
 
 
@@ -19,14 +20,58 @@ def test_table_1_within_a_percent() -> None:
     assert rows["cm.t1/cold/ems"].kind == "predicted"
 
 
-def test_the_text_of_figure_23_within_nine_percent() -> None:
-    """By one number that is fitted to it; the time without reuse is that of Table 2's prefill."""
-    *fitted, over_vpc = [row for row in ems.figure_23() if row.name.startswith("cm.")]
-    assert len(fitted) == 4
-    assert all(row.kind == "calibrated" and abs(row.error_pct or 100) < 9 for row in fitted)
-    assert over_vpc.kind == "predicted"
-    assert 1 < over_vpc.value < 1.52  # as on a card that nothing slows
-    assert all(ems.reuse(share / 10).vpc_ms > ems.reuse(share / 10).ub_ms for share in range(1, 10))
+@pytest.fixture(scope="module")
+def over_ub() -> dict[str, Row]:
+    return {row.name: row for row in context_caching.figure_23(("ub",))}
+
+
+def test_the_text_of_figure_23_is_predicted(over_ub: dict[str, Row]) -> None:
+    """From runs with the pool, and nothing fitted: with half of a prompt reused within a sixth."""
+    some = [row for row in over_ub.values() if row.published is not None]
+    assert len(some) == 7
+    assert {row.kind for row in some} == {"predicted"}
+    assert abs(over_ub["cm.cc.ttft/none"].error_pct or 0.0) < 5
+    half = ("cm.cc.ttft/reuse=50%", "cm.cc.ttft/less/reuse=50%", "cm.cc.tput/12.5%->50%")
+    assert all(abs(over_ub[name].error_pct or 0.0) < 16 for name in half)
+
+
+def test_a_curve_of_figure_23_begins_without_a_pool(over_ub: dict[str, Row], tmp_path: Path) -> None:
+    ((percents, times),) = context_caching.curves([*over_ub.values()]).values()
+    assert percents == [0, 12.5, 50, 90]
+    assert times[0] == over_ub["cm.cc.ttft/none"].value
+    assert times == sorted(times, reverse=True)
+    pytest.importorskip("matplotlib")
+    ems.plot([*over_ub.values()], tmp_path / "ems.png")
+    assert (tmp_path / "ems.png").stat().st_size > 1000
+
+
+@pytest.mark.campaign
+def test_ub_beats_vpc_at_every_rate_of_reuse() -> None:
+    rows = context_caching.figure_23()
+    curves = context_caching.curves(rows)
+    assert all(ub < vpc for ub, vpc in zip(curves["ub"][1][1:], curves["vpc"][1][1:], strict=True))
+    gain = next(row for row in rows if row.name == "cm.cc.tput/UB over VPC")
+    assert gain.verdict == "kept"
+
+
+@pytest.mark.campaign
+def test_few_layers_tell_what_all_take() -> None:
+    """The time of all layers, against a run of them all."""
+    assert context_caching.ttft_ms(0.5, "ub") == pytest.approx(
+        context_caching.run_batch(0.5, "ub", 61), rel=0.01
+    )
+
+
+def test_blocks_that_do_not_come_from_the_pool_are_noticed() -> None:
+    prompts = [[number] * 4096 for number in range(2)]
+    with pytest.raises(XDeepServeError, match="0 tokens came from the pool, expected 128 a prompt"):
+        context_caching.ttfts_ms(context_caching.deployment(None, ""), prompts, 4, blocks=1)
+
+
+def test_a_pool_has_more_than_caches_of_single_tes() -> None:
+    rows = {row.name: row.value for row in locality.rows()}
+    hits = [rows[f"locality/{way}/cached"] for way in locality.WAYS]
+    assert hits[1] < hits[0] < hits[2]  # by load alone, where the prefix is, in the pool
 
 
 def requests(*blocks: str) -> list[TracedRequest]:
@@ -60,8 +105,10 @@ def test_nobody_beats_who_knows_the_future(seed: int) -> None:
 
 
 def test_hit_rates_of_a_trace_are_by_its_own_blocks(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for other, name in ((context_caching, "figure_23"), (locality, "rows")):
+        monkeypatch.setattr(other, name, list)
     path = tmp_path / "trace.jsonl"
     for block in (16, 512):
         prompts = [
@@ -84,9 +131,3 @@ def test_hit_rates_need_hash_ids(tmp_path: Path) -> None:
         InputError, match="no request has tokens and hash ids; formats with them are bailian, moon"
     ):
         ems.all_rows(path)
-
-
-def test_a_picture_of_figure_23(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    ems.plot(ems.figure_23(), tmp_path / "ems.png")
-    assert (tmp_path / "ems.png").stat().st_size > 1000

@@ -5,7 +5,7 @@ import functools
 import msgspec
 import pytest
 
-from xdeepserve.bench.papers import acceptance, engine, pd
+from xdeepserve.bench.papers import acceptance, engine, pd, prefill_parallelism
 from xdeepserve.bench.report import Row
 from xdeepserve.cli import main
 
@@ -133,6 +133,15 @@ def test_routes_by_cost_find_more_cached_prefixes() -> None:
     for way in ("cost", "cost/4_job_executors"):
         assert rows[f"route/{way}/cached"] > 1.3 * rows["route/sequences/cached"] > 0
     assert rows["route/gain/mean_ttft"] > 1.1
+
+
+def test_uneven_and_few_prompts_are_prefilled_sooner_by_all_dies_of_a_group() -> None:
+    """CM 4.3.1; with as many even prompts as dies, DP has no collectives and wins."""
+    lengths = prefill_parallelism.prompts()
+    assert sum(lengths["uneven"]) == pytest.approx(sum(lengths["even"]), rel=0.001)
+    gains = {row.name: row.value for row in prefill_parallelism.rows() if "/gain/" in row.name}
+    name = "engine/parallelism/gain/{}/last_ttft"
+    assert gains[name.format("even")] < 1 < gains[name.format("uneven")] < gains[name.format("few")]
 
 
 def test_a_workload_is_a_function_of_its_seed() -> None:

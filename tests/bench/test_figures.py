@@ -12,10 +12,13 @@ from xdeepserve.bench.papers import every_value, figures
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.prices.formula import LayerCost
 
-ALL = [*chain.from_iterable(figures.FIGURES.values())]
+ALL = [
+    pytest.param(make, id=make.__name__, marks=[pytest.mark.campaign] if make is figures.reuse else [])
+    for make in chain.from_iterable(figures.FIGURES.values())
+]
 
 
-@pytest.mark.parametrize("make", ALL, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", ALL)
 def test_a_figure_has_lines_of_ours_and_points_of_theirs_near_them(make: object) -> None:
     assert callable(make)
     figure = make()

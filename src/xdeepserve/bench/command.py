@@ -148,7 +148,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "constants": {
         "action": "store_true",
         "help": "instead, on which constants each row of a formula depends, and by how much; with --full of "
-        "simulated pods, too (a quarter of an hour)",
+        "simulated pods, too (an hour)",
     },
     "plot": {"type": Path, "metavar": "FILE", "help": "draw it as well (needs matplotlib)"},
     "ranks": {

@@ -20,6 +20,9 @@ MEANINGS = {
     "the metadata of all ranks is there.",
     "push": "Exchange in which senders write, of 8 dies, by batch. CloudMatrix 4.2.1: straight to the other "
     "die's buffer, without a local copy and a remote read.",
+    "basic": "MoE's basic flow of three all-to-alls by DMA, by dies and tokens of each. CloudMatrix 4.2.1: "
+    "the fused operators replace it.",
+    "basic/gain": "Time of the basic flow over that of FusedDispatch or FusedCombine.",
     "carrier": "A2E and E2A of 28 dies by AIV cores and by URMA, and the work of MTE2. xDeepServe 3.3: URMA "
     "starts later, takes fewer AIV cores, and does not contend with computing, which uses MTE2.",
     "ranks": "Wall time here of an exchange among so many ranks, every byte checked.",
@@ -78,6 +81,9 @@ MEANINGS = {
     "engine/decode": "KV use, time to the second token (TTST) and per token if requests go to the emptiest "
     "DP group with room, to the next with room (next-open), and to the next of all (round-robin). "
     "xDeepServe 4.3: the lowest KV use of groups with room, by periodic statuses; it names no period.",
+    "engine/parallelism": "Prefill of prompts that come together, by DP alone and by SP-TP-SP on the same "
+    "dies. CloudMatrix 4.3.1: with DP dies wait for the longest prompt, and few prompts leave dies idle.",
+    "engine/parallelism/gain": "DP's time to the first token over SP-TP-SP's: below 1 SP-TP-SP loses.",
     "engine/route": "Time to the first token by how one of several prefill TEs is chosen.",
     "engine/pd": "From prefill to decode: KV by request and by layer, over each fabric, by DMA and by "
     "send/receive. xDeepServe 5.1 uses send/receive, 3.1 by cores, which DMA may do as well.",
@@ -91,9 +97,13 @@ MEANINGS = {
     "cm.t1/dram": "CloudMatrix, Table 1: copies of the model in DRAM when eight instances have loaded it.",
     "cm.t1/hit": "CloudMatrix, Table 1: how often the next of eight models is in DRAM.",
     "cm.t1/switch": "CloudMatrix, Table 1: how long an instance takes for the next of eight models.",
-    "cm.cc.ttft": "CloudMatrix, Figure 23: how much sooner the first token comes with a part of it reused.",
+    "cm.cc.ttft": "CloudMatrix, Figure 23: the first token without reuse, and how much sooner with it.",
     "cm.cc.tput": "CloudMatrix, Figure 23: throughput of prefill with a part of the prompts reused.",
     "ems/ttft": "Time to the first token by the reused part of prompts, from the pool over UB and VPC.",
+    "ems/throughput": "Prompt tokens per second of a chip there.",
+    "locality": "Chats on three prefill TEs, with their own caches and with the memory pool. CloudMatrix "
+    "4.1: with a pool requests need no TE that has their prefix, and more is found.",
+    "locality/gain": "Mean time to the first token over that with the pool.",
     "ems/hits": "Tokens of prompts that a pool has, by its size: least recently used, and at best.",
     "heatmap": "Time to the last token with prefill and decode apart against both on all dies.",
     "heatmap/stable": "Squares with the same sign at every rate (DeepServe 5.3.2: over 80 %).",

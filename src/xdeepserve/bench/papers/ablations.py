@@ -20,7 +20,6 @@ import msgspec
 from xdeepserve.bench.papers import (
     carriers,
     comm,
-    ems,
     expert_skew,
     interference,
     paper_rows,
@@ -53,8 +52,8 @@ DECODE = frozenset(
         "EPLB",
     }
 )
-PREFILL = frozenset({"prefill", "prefill's gain", "Figure 23"})
-FETCHED = frozenset({"prefill's gain", "send and receive", "dispatch beside KV", "Figure 23"})
+PREFILL = frozenset({"prefill", "prefill's gain"})
+FETCHED = frozenset({"prefill's gain", "send and receive", "dispatch beside KV"})
 PODS = frozenset({"pod of 288", "pod of 768"})
 SIMULATED = PODS | {"A2E's MTE2"}
 
@@ -285,7 +284,6 @@ def groups(machine: Formulas) -> dict[str, list[Row]]:
         "time per token": list(paper_rows.latency_by_drafts(machine.pulled_layer)),
         "EPLB": [expert_skew.gain(machine.pulled_layer)],
         "prefill": named(prefill, "cm.t2/"),
-        "Figure 23": ems.caching(prefill=machine.prefill),
         "prefill's gain": named(prefill, "cm.mb.prefill"),
     }
 

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from xdeepserve.bench.papers import carriers
+from xdeepserve.bench.papers import basic_flow, carriers
 from xdeepserve.bench.papers.sizes import (
     A2E_COPIES,
     A2E_SHRINK,
@@ -53,6 +53,8 @@ LARGE_MESSAGES = (1 << 20, 9 << 20, 64 << 20)  # by DMA and URMA
 PULL_PUSH_BATCHES = (8, 32, 128)
 SIMULATED_EP_SIZES = (8, 16, 32)
 SHRINK = 4
+FEW_TOKENS = 8  # of a rank
+ASSUMED = "startups and launches are assumed: dma_startup, op_dispatch, command_latency"
 ATTENTION_CORES = (2, 4, 8, 16, 48)  # AIV cores of an attention die, of which XDS 3.3 says: few
 ATTENTION, EXPERTS, A2E_BATCH = 160, 288, 96  # XDS 3.3
 
@@ -64,7 +66,10 @@ def rows() -> list[dict[str, Any]]:
 
 def all_rows() -> Iterator[Row]:
     """Yield all rows in order of computation."""
-    parts = send_receive, exchanges, simulated_exchanges, a2e, trampolines, carriers.rows, buffers, pull_push
+    parts = (
+        *(send_receive, exchanges, simulated_exchanges, all_to_alls),
+        *(a2e, trampolines, carriers.rows, buffers, pull_push),
+    )
     return itertools.chain.from_iterable(part() for part in parts)
 
 
@@ -160,6 +165,21 @@ def simulated_exchanges() -> list[Row]:
         for ep in SIMULATED_EP_SIZES
         for op, time in zip(OPS, simulate_exchange("push", ep, 128, SHRINK), strict=True)
     ]
+
+
+def all_to_alls() -> list[Row]:
+    """Simulate the basic flow of three all-to-alls at Table 6's batch, and at one of few tokens (CM 4.2.1).
+
+    Rows `gain` divide its times by those of FusedDispatch and FusedCombine: above 1 these win.
+    """
+    result = []
+    for ep, batch in itertools.product(SIMULATED_EP_SIZES, (FEW_TOKENS, 128)):
+        times = basic_flow.simulate(ep, batch, SHRINK), simulate_exchange("push", ep, batch, SHRINK)
+        for op, basic, fused in zip(OPS, *times, strict=True):
+            where = f"{op}/ep={ep}/batch={batch}"
+            result.append(Row(f"basic/{where}", basic / 1000, "us", "predicted", ASSUMED))
+            result.append(Row(f"basic/gain/{where}", basic / fused, "x", "predicted", ASSUMED))
+    return result
 
 
 def a2e(cost: CommCost | None = None) -> list[Row]:

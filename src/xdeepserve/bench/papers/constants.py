@@ -2,7 +2,7 @@
 
 Each constant of the parameter table (`hw/spec.py`), and each number that only benchmarks use, is raised by a
 fifth, alone, with all else as it is, and every row that comes from a formula is computed again. With `--full`
-so are the pods of xDeepServe 7.1 and CloudMatrix's Table 1, which are simulated: a quarter of an hour.
+so are the pods of xDeepServe 7.1, CloudMatrix's Table 1 and its Figure 23, which are simulated: an hour.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from xdeepserve.bench.papers import ablations, ems, expert_skew, paper_rows, superpod
+from xdeepserve.bench.papers import ablations, context_caching, ems, expert_skew, paper_rows, superpod
 from xdeepserve.bench.papers.every_value import how
 from xdeepserve.bench.papers.fits import OF_BENCHMARKS, spec_with
 from xdeepserve.bench.report import Row
@@ -27,7 +27,7 @@ RAISE = 1.2
 COUNTED = {"cores": 1, "launches": 1, "slots": 1, "B": 32}  # units of whole numbers, and what they divide by
 # Effects of the host (xDeepServe 4.4), which no paper measures by itself: pinning, PTA caching, GC.
 HOST = ("preemption", "guard_checks", "gc_pause", "host_sampling")
-OF_ROWS = ("prefill_efficiency", "ttft_fixed", "comm_ratio")  # numbers of benchmarks that rows are made with
+OF_ROWS = ("prefill_efficiency", "comm_ratio")  # numbers of benchmarks that rows are made with
 LEAST = 0.1  # percent: smaller moves are not printed
 
 
@@ -63,7 +63,6 @@ def formulas(changed: Mapping[str, float]) -> Iterator[Row]:
         yield from rows
     yield from paper_rows.bandwidths(machine.push)
     yield from paper_rows.prefill(prefill)
-    yield from ems.caching(numbers["ttft_fixed"], prefill)
     yield from expert_skew.default_eplb(prefill)
     yield from paper_rows.storage(machine.spec)
     for model in superpod.MEGASCALE:
@@ -71,11 +70,12 @@ def formulas(changed: Mapping[str, float]) -> Iterator[Row]:
 
 
 def simulations(changed: Mapping[str, float]) -> Iterator[Row]:
-    """Simulate the pods of XDS 7.1 and CM Table 1, with some constants changed."""
+    """Simulate the pods of XDS 7.1, CM Table 1 and Figure 23, with some constants changed."""
     spec = _spec(changed)
     yield from superpod.colocated(spec)
     yield from superpod.disaggregated(spec=spec)
     yield from ems.table_1(spec)
+    yield from context_caching.figure_23(spec=spec)
 
 
 def _spec(changed: Mapping[str, float]) -> Spec:

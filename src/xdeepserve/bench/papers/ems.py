@@ -1,4 +1,5 @@
-"""`xdeepserve bench ems`: the memory pool beside CloudMatrix's Table 1 and Figure 23; hit rates on traces.
+"""`xdeepserve bench ems`: the memory pool beside CloudMatrix's Table 1 and Figure 23, and beside TEs' own
+caches; hit rates on traces.
 
 Model loading runs the pool itself on the virtual clock, with a small model of which each byte stands for
 many.
@@ -11,10 +12,10 @@ import itertools
 import tempfile
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from xdeepserve.bench.papers import context_caching, locality
 from xdeepserve.bench.papers.request_traces import generated, hits_of_belady, hits_of_lru
-from xdeepserve.bench.papers.sizes import DIES_PER_CHIP, MODEL
 from xdeepserve.bench.report import Kind, Row, pyplot
 from xdeepserve.ems.memory_pool import MemoryPool
 from xdeepserve.ems.model_cache import NAMESPACE, ModelId
@@ -24,9 +25,7 @@ from xdeepserve.hw.bucket import Bucket
 from xdeepserve.hw.clock import Process
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.spec import Spec
-from xdeepserve.model.presets import resolve_model
 from xdeepserve.platform.traces import FORMATS, TracedRequest, read_trace
-from xdeepserve.prices.formula import CHIP_TOKENS, PrefillCost
 
 MODEL_NBYTES = 671e9  # CM Table 1: DeepSeek-R1 in INT8
 INSTANCES = 8
@@ -46,7 +45,9 @@ def all_rows(requests: Path | None = None, format: str | None = None) -> Iterato
             raise InputError(
                 f"{requests}: no request has tokens and hash ids; formats with them are {formats}"
             )
-    return itertools.chain(table_1(), figure_23(), hit_rates(trace, block_tokens))
+    return itertools.chain(
+        table_1(), context_caching.figure_23(), locality.rows(), hit_rates(trace, block_tokens)
+    )
 
 
 # ---- Table 1: loading a model ------------------------------------------------------------------------------
@@ -155,55 +156,6 @@ def _run(pod: Pod, work: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(main())
 
 
-# ---- Figure 23: context caching ----------------------------------------------------------------------------
-
-# Of the time to the first token what does not shrink with reuse: fitted to the four values of 5.4.3.
-FIXED_SHARE = 0.339
-KV_NBYTES = CHIP_TOKENS * 61 * 1152  # BF16 latents and keys of a chip's tokens
-SERVER_CHIPS = 8  # of a server, which has one card for VPC
-
-
-class Reuse(NamedTuple):
-    """Time to the first token over both planes, for a share of reused prompts."""
-
-    ub_ms: float
-    vpc_ms: float
-
-
-def reuse(share: float, fixed_share: float = FIXED_SHARE, prefill: PrefillCost | None = None) -> Reuse:
-    """Compute the time to the first token with a share of the prompts reused. Reuse leaves a fixed share of
-    Table 2's prefill and the part of the other tokens. Fetching adds the time of the dies' DMA over UB, or of
-    the server's VPC card for all its chips."""
-    prefill = prefill or PrefillCost(resolve_model(MODEL).config)
-    spec, nbytes = prefill.spec, share * KV_NBYTES
-    line = prefill.batch_ns() * (fixed_share + (1 - share) * (1 - fixed_share))
-    ub = spec.startup_ns("dma") + spec.link_ns(0, 0, nbytes / DIES_PER_CHIP)
-    vpc = 1e9 * (spec.vpc_startup.value + nbytes * SERVER_CHIPS / spec.vpc_bandwidth.value)
-    return Reuse((line + ub) / 1e6, (line + vpc) / 1e6)
-
-
-def caching(fixed_share: float = FIXED_SHARE, prefill: PrefillCost | None = None) -> list[Row]:
-    """Compute the values in the text of Figure 23."""
-    base, some, half, most = (reuse(share, fixed_share, prefill) for share in (0.0, 0.125, 0.5, 0.9))
-    return [
-        Row("cm.cc.ttft/reuse=50%", base.ub_ms - half.ub_ms, "ms", "calibrated"),
-        Row("cm.cc.ttft/reuse=90%", base.ub_ms - most.ub_ms, "ms", "calibrated"),
-        Row("cm.cc.tput/12.5%->50%", some.ub_ms / half.ub_ms, "x", "calibrated"),
-        Row("cm.cc.tput/reuse=90%", base.ub_ms / most.ub_ms, "x", "calibrated"),
-        Row("cm.cc.tput/UB over VPC", most.vpc_ms / most.ub_ms, "x", "predicted"),
-    ]
-
-
-def figure_23() -> list[Row]:
-    """Compute the values in the text of Figure 23, and its two curves."""
-    rows = caching()
-    for percent in (0, 12.5, 25, 50, 75, 90):
-        times = reuse(percent / 100)
-        for plane, ms in (("ub", times.ub_ms), ("vpc", times.vpc_ms)):
-            rows.append(Row(f"ems/ttft/{plane}/reuse={percent:g}%", ms, "ms", "calibrated"))
-    return rows
-
-
 # ---- hit rates ---------------------------------------------------------------------------------------------
 
 
@@ -230,14 +182,8 @@ def plot(rows: list[Row], path: Path) -> None:
     without matplotlib."""
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(7, 4))
-    for plane in ("ub", "vpc"):
-        prefix = f"ems/ttft/{plane}/reuse="
-        points = [
-            (float(row.name.removeprefix(prefix)[:-1]), row.value)
-            for row in rows
-            if row.name.startswith(prefix)
-        ]
-        axes.plot(*zip(*points, strict=True), "o-", label=f"memory pool over {plane.upper()}")
+    for plane, (percents, times) in context_caching.curves(rows).items():
+        axes.plot(percents, times, "o-", label=f"memory pool over {plane.upper()}")
     axes.set_xlabel("tokens of the prompt that are reused [%]")
     axes.set_ylabel("time to first token [ms]")
     axes.set_ylim(bottom=0)

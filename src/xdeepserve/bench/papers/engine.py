@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import numpy as np
 
-from xdeepserve.bench.papers import acceptance, pd
+from xdeepserve.bench.papers import acceptance, pd, prefill_parallelism
 from xdeepserve.bench.papers.sizes import MODEL
 from xdeepserve.bench.report import Row
 from xdeepserve.engine.build import PodPlan
@@ -101,7 +101,10 @@ def _percentile(values: Sequence[float]) -> float:
 
 def all_rows() -> Iterator[Row]:
     """Yield all rows in order of computation."""
-    parts = prefill, decode, routes, pd.rows, mtp, acceptance.rows, execution, jitter, balancing
+    parts = (
+        *(prefill, prefill_parallelism.rows, decode, routes, pd.rows),
+        *(mtp, acceptance.rows, execution, jitter, balancing),
+    )
     return itertools.chain.from_iterable(part() for part in parts)
 
 
@@ -189,24 +192,13 @@ def routes(num_talks: int = 24, num_turns: int = 5) -> list[Row]:
     prompt length and load, made by one job executor or by four without a common ledger, is compared with the
     TE with fewest requests.
 
-    The workload has talks of several turns, each of which begins with the turn before, among single prompts
-    of 8,192 tokens. 4 of the 61 layers are run, to save wall time.
+    4 of the 61 layers are run, to save wall time.
     """
-    rng, work = generator(7, 0, 0), []
-    for talk in range(num_talks):
-        at_ns, num_prompt = int(rng.integers(0, 2_000_000_000)), 0
-        for _ in range(num_turns):
-            num_prompt += int(rng.integers(200, 700))
-            work.append(TimedRequest(at_ns, num_prompt, 2, token=1 + talk))
-            at_ns += int(rng.integers(400_000_000, 900_000_000))
-    for number in range(num_talks // 2):
-        at_ns = int(rng.integers(0, 4_000_000_000))
-        work.append(TimedRequest(at_ns, 8192, 2, token=1 + num_talks + number))
-    work.sort(key=lambda each: each.at_ns)
+    work = talks(num_talks, num_turns)
     ways: dict[str, tuple[Route, int]] = {"cost": ("cost", 1), "cost/4_job_executors": ("cost", 4)}
     rows = []
     for way, (route, num_executors) in (ways | {"sequences": ("sequences", 1)}).items():
-        result = serve(_prefill_tes(route, num_executors), work, with_layers(4))
+        result = serve(prefill_tes(route, num_executors), work, with_layers(4))
         cached = sum(m.num_cached_tokens for m in result.metrics) / sum(each.num_prompt for each in work)
         rows.append(_row(f"route/{way}/mean_ttft", result.mean_ttft_ms(), "ms"))
         rows.append(_row(f"route/{way}/p99_ttft", result.p99_ttft_ms(), "ms"))
@@ -216,7 +208,23 @@ def routes(num_talks: int = 24, num_turns: int = 5) -> list[Row]:
     return rows
 
 
-def _prefill_tes(route: Route, num_executors: int) -> Deployment:
+def talks(num_talks: int = 24, num_turns: int = 5) -> list[TimedRequest]:
+    """Make a workload of talks of several turns, each of which begins with the turn before, among single
+    prompts of 8,192 tokens."""
+    rng, work = generator(7, 0, 0), list[TimedRequest]()
+    for talk in range(num_talks):
+        at_ns, num_prompt = int(rng.integers(0, 2_000_000_000)), 0
+        for _ in range(num_turns):
+            num_prompt += int(rng.integers(200, 700))
+            work.append(TimedRequest(at_ns, num_prompt, 2, token=1 + talk))
+            at_ns += int(rng.integers(400_000_000, 900_000_000))
+    for number in range(num_talks // 2):
+        at_ns = int(rng.integers(0, 4_000_000_000))
+        work.append(TimedRequest(at_ns, 8192, 2, token=1 + num_talks + number))
+    return sorted(work, key=lambda each: each.at_ns)
+
+
+def prefill_tes(route: Route, num_executors: int) -> Deployment:
     """Make a deployment of three prefill TEs in which prompts, not tokens, are the bottleneck."""
     return Deployment(
         name="pd",

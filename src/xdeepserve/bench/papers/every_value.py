@@ -24,6 +24,7 @@ import msgspec
 from xdeepserve.bench.papers import (
     allocation,
     comm,
+    context_caching,
     eaas_full_size,
     ems,
     expert_skew,
@@ -72,7 +73,7 @@ SOURCES: dict[str, tuple[Callable[[], Iterable[Row]], ...]] = {
         expert_skew.default_eplb,
         paper_rows.storage,
         ems.table_1,
-        ems.figure_23,
+        context_caching.figure_23,
         allocation.rows,
         functools.partial(fits.left_out_rows, "cm"),
     ),
@@ -105,7 +106,14 @@ ARITHMETIC = (
 )
 RESTATED = (  # what another row says, divided once more: no evidence of its own
     *("cm.t4/throughput/", "cm.t4/slo", "cm.t6/bandwidth/", "cm.t9/bandwidth/", "cm.mb.prefill.layer"),
-    *("cm.mtp.layer/increase", "cm.t3/", "cm.headline/", "xds.headline/", "xds.dispatch_sub200"),
+    *(
+        "cm.cc.ttft/reuse=",
+        "cm.mtp.layer/increase",
+        "cm.t3/",
+        "cm.headline/",
+        "xds.headline/",
+        "xds.dispatch_sub200",
+    ),
     *("xds.dec288.iter/tpot", "xds.dec288.tput", "xds.disagg.perf/tpot", "xds.disagg.perf/tput"),
 )
 ELSEWHERE = ("eaas.",)  # of Hopper GPUs over RoCE, at contexts beyond planner.sweep.PUBLISHED

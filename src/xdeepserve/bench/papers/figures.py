@@ -1,7 +1,7 @@
 """The papers' figures for `papers --plot`: our values as lines, numbers from the papers' text as points.
 
-Curves that the papers only draw have no points. All our values are formulas or short simulations, so a whole
-page takes seconds.
+Curves that the papers only draw have no points. All our values are formulas or short simulations; only Figure
+23 takes longer than seconds.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from xdeepserve.bench.papers import comm, ems, paper_rows, pipelines, sizes, superpod
+from xdeepserve.bench.papers import comm, context_caching, paper_rows, pipelines, sizes, superpod
 from xdeepserve.bench.report import published, pyplot
 from xdeepserve.comm.cost import OPS, CommCost
 from xdeepserve.model.presets import resolve_model
@@ -169,14 +169,9 @@ def layer_of_drafts() -> Figure:
 
 def reuse() -> Figure:
     """Make CloudMatrix's Figure 23b: the first token with reused prompts."""
-    rates = (0.0, 0.125, 0.25, 0.5, 0.75, 0.9)
-    rows = {row.name: row.value for row in ems.figure_23()}
-    percent = [100 * rate for rate in rates]
-    ours: Series = {
-        f"over {plane.upper()}": (percent, [rows[f"ems/ttft/{plane}/reuse={rate:g}%"] for rate in percent])
-        for plane in ("ub", "vpc")
-    }
-    base = rows["ems/ttft/ub/reuse=0%"]
+    found = context_caching.curves(context_caching.figure_23())
+    ours: Series = {f"over {plane.upper()}": curve for plane, curve in found.items()}
+    base = found["ub"][1][0]
     points = [base - less for less in _said("cm.cc.ttft/reuse=50%", "cm.cc.ttft/reuse=90%")]
     theirs: Series = {"over UB": ([50, 90], points)}
     return Figure("CloudMatrix, Figure 23b: first token", "% of a prompt reused", "ms", ours, theirs)

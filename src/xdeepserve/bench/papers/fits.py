@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from xdeepserve.bench.papers import comm, ems, expert_skew, paper_rows, pipelines, superpod
+from xdeepserve.bench.papers import comm, expert_skew, paper_rows, pipelines, superpod
 from xdeepserve.bench.papers.sizes import MODEL
 from xdeepserve.bench.report import Row
 from xdeepserve.comm.cost import CommCost
@@ -42,9 +42,6 @@ OF_BENCHMARKS = {  # which no run uses
     ),
     "prefill_efficiency": PREFILL_EFFICIENCY,
     "expert_skew": expert_skew.EXPONENT,
-    "ttft_fixed": Param(
-        ems.FIXED_SHARE, "ratio", "fitted: CM Figure 23: of a first token's time, what reuse does not shrink"
-    ),
 }
 
 
@@ -129,10 +126,6 @@ def all_fits() -> dict[str, FittedNumbers]:
         "a grouped GEMM": FittedNumbers(
             of_spec("tile_efficiency", "tile_overhead", "kernel_overhead"),
             {"CM Table 9": _utilisations},
-        ),
-        "context caching": FittedNumbers(
-            {"ttft_fixed": ems.FIXED_SHARE},
-            {"CM Figure 23": lambda numbers: ems.caching(numbers["ttft_fixed"])[:4]},
         ),
         "ping-pong": FittedNumbers(
             {COMM_RATIO: superpod.COMM_RATIO_DBRX},

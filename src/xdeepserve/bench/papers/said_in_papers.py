@@ -11,7 +11,7 @@ JITTER = "engine/jitter/{}/first_dispatch_p99"
 EPS = (8, 16, 32, 64, 128, 256)
 BATCHES = (8, 24, 96, 112, 128)
 PROMPTS = (1024, 2048, 4096, 8192)
-REUSE = ("12.5%", "25%", "50%", "75%", "90%")
+REUSE = ("12.5%", "50%", "90%")
 GPUS = ("l20", "h800", "a800", "h20", "l40s")
 TRACES = ("chats", "long prompts", "long answers")
 PD_AWARE = "schedule/{}/rate={}/claim/pd-aware over round-robin"
@@ -54,6 +54,10 @@ def _scaling(v: Values) -> list[float]:
 def _ping_pong_gains(v: Values) -> list[float]:
     speeds = v.along("pingpong.r1/m={}/simulated=trampolines", (1, 2, 3, 4))
     return [after / before for before, after in itertools.pairwise(speeds)]
+
+
+def _basic_gains(v: Values, batch: int) -> list[float]:
+    return [v[f"basic/gain/{op}/ep={ep}/batch={batch}"] for op in ("dispatch", "combine") for ep in EPS[:3]]
 
 
 TRENDS = (
@@ -301,6 +305,42 @@ TRENDS = (
         lambda v: 0.4 < v["cm.msg/dispatch"] / v["cm.msg/combine"] < 0.6,
     ),
     Trend(
+        "cm.basic",
+        "4.2.1",
+        "three all-to-alls take longer than the fused operators",
+        "all-to-alls",
+        lambda v: min(_basic_gains(v, 8) + _basic_gains(v, 128)) > 1,
+    ),
+    Trend(
+        "cm.basic.startup",
+        "4.2.1",
+        "and most so where few tokens move, as the startup of DMA and the host's waits stay",
+        "all-to-alls",
+        lambda v: all(few > many for few, many in zip(_basic_gains(v, 8), _basic_gains(v, 128), strict=True)),
+    ),
+    Trend(
+        "cm.prefill.skew",
+        "4.3.1",
+        "with prompts of uneven lengths DP waits for the longest, and SP-TP-SP is done sooner",
+        "parallelism",
+        lambda v: v["engine/parallelism/gain/uneven/last_ttft"] > 1,
+    ),
+    Trend(
+        "cm.prefill.few",
+        "4.3.1",
+        "with fewer prompts than dies, DP leaves dies idle and first tokens come later",
+        "parallelism",
+        lambda v: v["engine/parallelism/gain/few/mean_ttft"] > 1,
+    ),
+    Trend(
+        "cm.prefill.collectives",
+        "4.3.1",
+        "and the two more collectives of SP-TP-SP cost little",
+        "parallelism",
+        lambda v: v["engine/parallelism/gain/even/last_ttft"] > 0.9,
+        "With even prompts, which DP suits, SP-TP-SP takes 36 % longer.",
+    ),
+    Trend(
         "cm.gemm.k",
         "5.5.3, Table 9",
         "GEMMs with a longer K use the cores better",
@@ -382,7 +422,12 @@ TRENDS = (
         "5.4.3, Figure 23",
         "the more of a prompt is cached, the sooner its first token",
         "pool",
-        lambda v: all(v.falls(f"ems/ttft/{plane}/reuse={{}}", ("0%", *REUSE)) for plane in ("ub", "vpc")),
+        lambda v: all(
+            v[f"ems/ttft/{plane}/reuse=12.5%"] < v["ems/ttft/none"]
+            and v.falls(f"ems/ttft/{plane}/reuse={{}}", REUSE)
+            for plane in ("ub", "vpc")
+        ),
+        "Over UB it is. Over VPC an eighth of each prompt comes too late for one step: the engine takes two.",
     ),
     Trend(
         "cm.cache.plane",
@@ -390,6 +435,33 @@ TRENDS = (
         "over UB sooner than over VPC, at every rate of reuse",
         "pool",
         lambda v: all(v[f"ems/ttft/ub/reuse={rate}"] < v[f"ems/ttft/vpc/reuse={rate}"] for rate in REUSE),
+    ),
+    Trend(
+        "cm.cache.throughput",
+        "5.4.3, Figure 23a",
+        "prefill has more throughput the more of the prompts is cached",
+        "pool",
+        lambda v: all(v.grows(f"ems/throughput/{plane}/reuse={{}}", REUSE) for plane in ("ub", "vpc")),
+    ),
+    Trend(
+        "cm.cache.shared",
+        "4.1",
+        "one pool of all hosts' DRAM has more hits than caches of single instances, however requests go",
+        "locality",
+        lambda v: (
+            v["locality/pool, by load/cached"]
+            > max(v.along("locality/own caches, by {}/cached", ("prefix", "load")))
+        ),
+    ),
+    Trend(
+        "cm.cache.stateless",
+        "4.1",
+        "with it, requests that go by load alone wait less than those bound to where their prefix is",
+        "locality",
+        lambda v: (
+            v["locality/pool, by load/p99_ttft"] < v["locality/own caches, by prefix/p99_ttft"]
+            and v["locality/gain/over own caches, by prefix"] > 1
+        ),
     ),
     Trend(
         "cm.model.warm",
