@@ -171,6 +171,11 @@ class DPGroup:
             self._receive(seq, endpoint, source, pieces)
         return bool(step.shares)
 
+    def plan_empty(self, step_idx: StepNo) -> None:
+        """Plan a step without rows, to run along where other groups run again what this one has ended."""
+        self._steps[step_idx] = PlannedStep()
+        self._plans[step_idx] = make_plan(step_idx, [], self.kv.block_size)
+
     def put(self, command: msgspec.Struct, delay_ns: int = 0) -> None:
         """Send a command to every die of the group, to be read after `delay_ns` (virtual ns)."""
         for die in self.dies:

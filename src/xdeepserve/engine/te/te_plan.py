@@ -247,9 +247,8 @@ class TEPlan:
         ]
 
     def inboxes(self, groups: Sequence[DPGroup]) -> list[HostQueue[msgspec.Struct]]:
-        """Create the queues of DP groups that have loops of their own; none if the groups step together."""
-        own = groups if self.sizes.walk.flows else ()
-        return [self.host_queue(group.dies[0].index, f"inbox of {group.id}") for group in own]
+        """Create the queues of the DP groups' masters, each on the server of its group's first die."""
+        return [self.host_queue(group.dies[0].index, f"inbox of {group.id}") for group in groups]
 
     def status_gather(self, groups: Sequence[DPGroup]) -> StatusGather | None:
         """Create the leader's part that gathers statuses; None if it knows them without."""

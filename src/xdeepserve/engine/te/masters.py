@@ -1,19 +1,25 @@
-"""Steps in dataflow mode: no DP group waits for another, so each has a loop of its own (xDeepServe 5.3).
+"""Masters of a TE's DP groups: a loop for each group, beside the TE's own (xDeepServe 4.2, 5.3).
 
-The loop of a group is the paper's DP master (4.2): it deals out requests that wait at the TE-shell, schedules
-and launches steps, and takes the results. It hears the reports of its group's dies. The TE's loop only
-watches: heartbeats, matters that all groups share (failures, rollbacks, replicas of experts), and the end of
-work.
+The master of a group deals out requests that wait at the TE-shell, schedules and launches the steps of its
+group, hears the reports of its group's dies, and takes the results as soon as these dies have ended. It runs
+on the server of its first die. The TE's loop only watches: heartbeats, matters that all groups share
+(failures, rollbacks, replicas of experts), and the end of work.
+
+Masters need to agree on one thing, which steps there are. A group begins a step when it has rows for it.
+Where dispatch and combine are barriers, the dies of all groups meet in each step: as soon as one group has
+begun a step, every other group runs it too, without rows if it has none. In dataflow mode no group waits for
+another, and each numbers its own steps.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 
 import msgspec
 
+from xdeepserve.engine.die.experts import ring
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.messages import RolledBack, Shutdown, StepDone, StepFailed, Wake
 from xdeepserve.engine.numbers import GroupRank, StepNo
@@ -28,10 +34,10 @@ class Rested(msgspec.Struct, frozen=True):
     """Tells the TE's loop when no DP group can run anything, or when an awaited group cannot."""
 
 
-class StepsApart:
-    """Steps of a TE in dataflow mode: a loop for each DP group, with its inbox in `inboxes`.
+class Masters:
+    """Masters of all DP groups of a TE, with the queue of each in `inboxes`.
 
-    Each group numbers its own steps, of which several may be under way with `plans_ahead`.
+    Each group may have `room` steps under way. `meets` says whether every step is a step of all groups.
     """
 
     def __init__(
@@ -40,20 +46,23 @@ class StepsApart:
         members: Members,
         inboxes: Sequence[Queue[msgspec.Struct]],
         shell: TEShell,
-        plans_ahead: bool,
+        room: int,
+        meets: bool,
     ) -> None:
         self._parts, self._members, self._inboxes, self._shell = parts, members, inboxes, shell
-        self.sets = [
-            StepSet(parts, [group], 1 + plans_ahead, partial(_key, group.rank)) for group in parts.groups
-        ]
+        self.sets = [StepSet(parts, group, room) for group in parts.groups]
+        self._meets = meets
+        self._num_begun = StepNo(0)  # steps that some group has begun, if they are steps of all groups
         self._awake = {group.rank for group in parts.groups}  # whose loops can run something, or will look
         self._ending: set[GroupRank] = set()  # whose loops end when nothing is left to do
+        # Every group asks for a step's launches, and these are drawn for all groups at once.
+        self._launches_ns = None if parts.host is None else lru_cache(maxsize=4)(parts.host.launches_ns)
 
     # ---- all groups, as the TE's loop sees them -------------------------------------------------------
 
     def loops(self) -> list[tuple[str, Loop]]:
         """Return the groups' loops with their names, to be spawned."""
-        return [(f"master of {group.id}", partial(self.run, group)) for group in self._parts.groups]
+        return [(f"master of {steps.group.id}", partial(self.run, steps)) for steps in self.sets]
 
     def stop(self) -> None:
         """Make the loops end once nothing is left to do."""
@@ -68,12 +77,18 @@ class StepsApart:
     @property
     def under_way(self) -> set[tuple[GroupRank, StepNo]]:
         """Steps launched and not ended, as pairs of DP group and step number."""
-        return {(GroupRank(rank), step) for rank, steps in enumerate(self.sets) for step in steps}
+        return {(steps.group.rank, step) for steps in self.sets for step in steps}
 
     @property
     def is_idle(self) -> bool:
         """Whether no group has anything to do."""
         return not self._awake
+
+    @property
+    def may_deal(self) -> bool:
+        """Whether the TE's loop may deal requests out now: where all groups step together, only between
+        steps, or when a master has asked for it."""
+        return not self._meets or self.is_idle or self._shell.is_asked
 
     async def advance(self, look: Callable[[int], int]) -> bool:
         """Watch the groups until there is news; return False if no group has anything to do.
@@ -108,6 +123,13 @@ class StepsApart:
             self._rise(group.rank)
             self._inboxes[group.rank].put(Wake())
 
+    def let_go_on(self) -> None:
+        """Wake the loops of groups with work and room for a step, which waited for an all-gather to end."""
+        for steps in self.sets:
+            if not steps.is_full and not steps.group.is_empty:
+                self._rise(steps.group.rank)
+                self._inboxes[steps.group.rank].put(Wake())
+
     def wake_all(self) -> None:
         """Wake the loops of all groups with work, and the TE's: there is new work, or room for what could
         not run."""
@@ -119,42 +141,47 @@ class StepsApart:
     # ---- after an error code, or the loss of a group --------------------------------------------------
 
     def oldest(self, group: DPGroup) -> StepNo:
-        """Return the number of a group's oldest unfinished step; each group numbers its own."""
+        """Return the number of a group's oldest unfinished step."""
         return self.sets[group.rank].oldest
 
     def roll_back(self) -> StepNo:
-        """Treat all steps under way as not run; return 0, the next step for expert dies.
+        """Treat all steps under way as not run; return the step that comes next for expert dies.
 
-        In dataflow mode expert dies serve whatever tokens come, so no step is the next one for them.
+        Steps get new numbers, higher than any that has been begun, since exchanges are told apart by them.
+        Parity stays: a step planned ahead finds the results of the step before it in the same place. In
+        dataflow mode expert dies serve whatever tokens come, so no step is the next one for them.
         """
+        if not self._meets:
+            for steps in self.sets:
+                steps.roll_back(steps.oldest, _shift(steps.oldest, steps.next))
+            return StepNo(0)
+        first = min(steps.oldest for steps in self.sets)
+        shift = _shift(first, self.step_idx)
         for steps in self.sets:
-            steps.roll_back()
-        return StepNo(0)
+            steps.roll_back(first, shift)
+        self._num_begun = StepNo(first + shift)
+        return self._num_begun
 
-    async def run_again(self) -> None:
-        """Launch the rolled-back steps of all groups again."""
-        for group, steps in zip(self._parts.groups, self.sets, strict=True):
-            for step in steps.take():
-                self._launch(group, step)
-        for group in self._parts.groups:
-            if not group.is_empty:
-                self.wake(group)
+    def run_again(self) -> None:
+        """Let all groups turn, which launch the rolled-back steps again."""
+        for steps in self.sets:
+            if not self._members.is_lost(steps.group.rank):
+                self._rise(steps.group.rank)
+                self._turn(steps)
 
     def end(self, rank: GroupRank) -> None:
         """End the loop of a group whose dies are lost; later messages from them no longer count."""
-        group, steps = self._parts.groups[rank], self.sets[rank]
         self._ending.add(rank)
-        for step in (*steps.take(), steps.next):
-            group.forget_plan(step)
+        self.sets[rank].forget()
         self._awake.discard(rank)
         self._inboxes[rank].put(Shutdown())
 
     # ---- the loop of a group --------------------------------------------------------------------------
 
-    async def run(self, group: DPGroup) -> None:
+    async def run(self, steps: StepSet) -> None:
         """Take turns for a DP group until told to stop and until nothing is left to do."""
-        rank, hearing = group.rank, self._parts.hearing
-        while self._turn(group) or rank not in self._ending:
+        rank, hearing = steps.group.rank, self._parts.hearing
+        while self._turn(steps) or rank not in self._ending:
             message = await self._inboxes[rank].get()
             if self._members.is_lost(rank):
                 return
@@ -165,48 +192,58 @@ class StepsApart:
                 hearing.inbox.put(message)
             else:
                 hearing.take(message)
-                if isinstance(message, StepDone):
-                    self._note(self.sets[rank], message)
+                if isinstance(message, StepDone) and hearing.may_collect:  # or else it will be run again
+                    steps.note(message.step)
             # Let the front end turn: it streams what came out and takes what came in.
             await asyncio.sleep(0)
 
-    def _note(self, steps: StepSet, done: StepDone) -> None:
-        """Note a die's report of an ended step; during a rollback such reports are ignored."""
-        if self._parts.hearing.may_collect:
-            steps.note(done.step)
-            if steps.has_ended(done.step):
-                steps.collect(done.step)
-
-    def _turn(self, group: DPGroup) -> bool:
-        """Begin steps as far as possible; return whether any is under way.
+    def _turn(self, steps: StepSet) -> bool:
+        """Begin steps of a DP group as far as possible; return whether any is under way.
 
         With room for two, a step begins while another one runs.
         """
+        group, shell = steps.group, self._shell
         if self._members.is_lost(group.rank):
             return False
-        steps = self.sets[group.rank]
         group.poll_transfers()
         while not steps.is_full:
-            self._shell.deal()
-            self._shell.on_turn()
-            step = steps.schedule()
+            shell.deal(steps.next if self._meets else None)
+            shell.on_turn()
+            must_run = steps.next < self._num_begun
+            if shell.holds_steps and not must_run:
+                break
+            step = steps.schedule(must_run)
             if step is None:
                 break
-            self._launch(group, step)
+            self._launch(steps, step)
         if not steps:
             self._rest(group)
         self._parts.after_turn(steps)
         return bool(steps)
 
-    def _launch(self, group: DPGroup, step: StepNo) -> None:
-        """Send a planned step to the group's dies; the host's gap delays this group alone."""
-        steps, host, delay, bucket = self.sets[group.rank], self._parts.host, 0, 0
-        steps.begin(step)
-        steps.before_launch(step)
-        if host is not None:
-            delay = host.gap_ns() + host.launches_ns(step)[group.rank]
-            bucket = host.bucket([group.num_rows(step)])
-        steps.launch(step, [delay], bucket)
+    def _launch(self, steps: StepSet, step: StepNo) -> None:
+        """Send a step to the group's dies; the host's gap and launch delay this group alone.
+
+        Where all groups run each step, expert dies and the other groups hear of a step that is new.
+        """
+        rank, delay_ns, bucket = steps.group.rank, 0, 0
+        is_new = self._meets and step >= self._num_begun
+        if is_new:
+            self._num_begun = StepNo(step + 1)
+            ring(self._members.programs, self._num_begun)
+        if self._parts.host is not None and self._launches_ns is not None:
+            delay_ns = self._parts.host.gap_ns() + self._launches_ns(step)[rank]
+            bucket = self._parts.host.bucket(steps.group.num_rows(step))
+        steps.launch(step, delay_ns, bucket)
+        if is_new:
+            self._call(step)
+
+    def _call(self, step: StepNo) -> None:
+        """Wake the loops of groups that have room for a step which another group has begun."""
+        for steps, inbox in zip(self.sets, self._inboxes, strict=True):
+            if steps.next <= step and not steps.is_full and not len(inbox):
+                self._rise(steps.group.rank)
+                inbox.put(Wake())
 
     def _rise(self, rank: GroupRank) -> None:
         """Mark a DP group's loop as awake.
@@ -225,6 +262,6 @@ class StepsApart:
             self._parts.hearing.inbox.put(Rested())
 
 
-def _key(rank: GroupRank, step: StepNo) -> tuple[GroupRank, StepNo]:
-    """Return the name of a DP group's step among the steps of all groups."""
-    return rank, step
+def _shift(first: StepNo, stop: StepNo) -> int:
+    """Return how much higher the numbers of steps `first` to `stop` - 1 are when they are run again."""
+    return (stop - first + 1) // 2 * 2
