@@ -1,8 +1,8 @@
 """Delays of a TE's host in virtual time: scheduling gap, launches and their jitter (xDeepServe 4.4, 7.1).
 
 Every DP group has a launch process of its own. Where dispatch is a barrier, a delay of one group delays all
-dies there, because the first dispatch of the step waits for the last die: jitter becomes visible. For the same
-reason pauses of the garbage collector are harmless only where all groups take them in the same step.
+dies there, because the first dispatch of the step waits for the last die. There jitter becomes visible. For
+the same reason pauses of the garbage collector are harmless only where all groups take them in the same step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Host(NamedTuple):
         return round(1e9 * self.spec.scheduler_gap.value)
 
     def bucket(self, num_rows: int) -> int:
-        """Return the number of rows of the graph for a group's step, which is padded to it; 0 without graphs."""
+        """Return the graph's number of rows, to which a group's step is padded; 0 without graphs."""
         if self.config.mode == "op":
             return 0
         return 1 << max(0, num_rows - 1).bit_length()

@@ -55,6 +55,8 @@ class Masters:
         self._num_begun = StepNo(0)  # steps that some group has begun, if they are steps of all groups
         self._awake = {group.rank for group in parts.groups}  # whose loops can run something, or will look
         self._ending: set[GroupRank] = set()  # whose loops end when nothing is left to do
+        self._gathered_for = StepNo(-1)  # the latest step that began only after an all-gather of statuses
+        self._is_held = False  # such a step: none begins until the all-gather has ended
         # Every group asks for a step's launches, and these are drawn for all groups at once.
         self._launches_ns = None if parts.host is None else lru_cache(maxsize=4)(parts.host.launches_ns)
 
@@ -124,8 +126,10 @@ class Masters:
             self._inboxes[group.rank].put(Wake())
 
     def let_go_on(self) -> None:
-        """Wake the loops of groups with work and room for a step, which waited for an all-gather to end."""
-        for steps in self.sets:
+        """Wake the loops of groups with work and room for a step, if they wait for an all-gather that has
+        ended."""
+        is_held, self._is_held = self._is_held, False
+        for steps in self.sets if is_held else ():
             if not steps.is_full and not steps.group.is_empty:
                 self._rise(steps.group.rank)
                 self._inboxes[steps.group.rank].put(Wake())
@@ -207,10 +211,11 @@ class Masters:
             return False
         group.poll_transfers()
         while not steps.is_full:
-            shell.deal(steps.next if self._meets else None)
+            must_run = bool(steps.again) or steps.next < self._num_begun
+            if shell.deal():
+                self._ask(steps.next, must_run)
             shell.on_turn()
-            must_run = steps.next < self._num_begun
-            if shell.holds_steps and not must_run:
+            if self._is_held and not must_run:
                 break
             step = steps.schedule(must_run)
             if step is None:
@@ -220,6 +225,18 @@ class Masters:
             self._rest(group)
         self._parts.after_turn(steps)
         return bool(steps)
+
+    def _ask(self, step: StepNo, must_run: bool) -> None:
+        """Ask for an all-gather of the groups' statuses, since requests wait for one.
+
+        Groups that step together have one before each step, and begin the step when the requests are dealt
+        out.
+        """
+        if not self._meets:
+            self._shell.ask()
+        elif not must_run and step > self._gathered_for:
+            self._gathered_for, self._is_held = step, True
+            self._shell.ask()
 
     def _launch(self, steps: StepSet, step: StepNo) -> None:
         """Send a step to the group's dies; the host's gap and launch delay this group alone.

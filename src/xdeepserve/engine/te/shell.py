@@ -32,7 +32,7 @@ from xdeepserve.engine.dp.events import EventLog
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.messages import Wake
-from xdeepserve.engine.numbers import GroupRank, StepNo
+from xdeepserve.engine.numbers import GroupRank
 from xdeepserve.engine.te.heartbeat import Heartbeats
 from xdeepserve.engine.te.life import Lifetime
 from xdeepserve.engine.te.status_gather import MAX_REQUESTS, Gathered, StatusGather
@@ -73,8 +73,6 @@ class TEShell:
         self._group_of: dict[int, DPGroup] = {}
         self._dispatch_turn = self._decode_turn = 0  # the rank after the one chosen last
         self.is_asked = False  # the TE's loop has been asked for an all-gather
-        self.holds_steps = False  # groups that step together begin no step until this all-gather has ended
-        self._gathered_for: StepNo | None = None  # the step before which there was the latest of these
         self.on_turn: Callable[[], None] = lambda: None  # told before each step: there may be room
         self.wake: Callable[[DPGroup], None] = lambda group: None  # the group has been given something
 
@@ -87,18 +85,13 @@ class TEShell:
             statuses = self._statuses() or [group.status() for group in self.groups]
             self._deal([*self.pending], [Gathered(status, (0,) * len(self.pending)) for status in statuses])
 
-    def deal(self, step: StepNo | None) -> None:
-        """Deal out waiting work after a group has ended a step or has something new.
+    def deal(self) -> bool:
+        """Deal out waiting work after a group has ended a step or has something new; return whether requests
+        wait for an all-gather."""
+        return bool(self._deal_at_once()) and self._gather is not None
 
-        If requests wait for an all-gather, the TE's loop is asked for one; it serves all groups that ask
-        before it begins. Groups that step together have one before each `step`, and wait for its end.
-        """
-        if not self._deal_at_once() or self._gather is None:
-            return
-        if step is not None:
-            if step == self._gathered_for:
-                return
-            self._gathered_for, self.holds_steps = step, True
+    def ask(self) -> None:
+        """Ask the TE's loop for an all-gather, which serves all groups that ask before it begins."""
         if not self.is_asked:
             self.is_asked = True
             self._inbox.put(Wake())
@@ -110,14 +103,11 @@ class TEShell:
         """
         self.is_asked = False
         requests = self._deal_at_once()[:MAX_REQUESTS]
-        try:
-            if requests and self._gather is not None:
-                known = await self._gather.run(self.health.open_ranks, [seqs[0] for seqs in requests])
-                check()
-                if not self._life.moves_out:
-                    self._deal(requests, known)
-        finally:
-            self.holds_steps = False
+        if requests and self._gather is not None:
+            known = await self._gather.run(self.health.open_ranks, [seqs[0] for seqs in requests])
+            check()
+            if not self._life.moves_out:
+                self._deal(requests, known)
 
     def _deal_at_once(self) -> list[list[Sequence]]:
         """Deal out whatever needs no all-gather; return the requests waiting for prefill, in order of

@@ -148,9 +148,9 @@ class TE:
         for group in self.groups:
             group.poll_transfers()
         if self._masters.may_deal:
-            is_awaited = self.te_shell.holds_steps
-            await self.te_shell.gather_and_deal(self._hearing.check_reports)
-            if is_awaited:
+            try:
+                await self.te_shell.gather_and_deal(self._hearing.check_reports)
+            finally:
                 self._masters.let_go_on()
         self._hearing.check_reports()
         if self.moves_out and self._masters.is_idle:
