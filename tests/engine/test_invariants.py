@@ -16,6 +16,7 @@ from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.dp.block_table import Holding
 from xdeepserve.engine.dp.events import GroupId, Observed, StepEnded
 from xdeepserve.engine.dp.sequence import Sequence
+from xdeepserve.engine.numbers import StepNo
 from xdeepserve.engine.te import invariants
 from xdeepserve.engine.te.invariants import INVARIANTS, Invariant, Turn
 from xdeepserve.errors import XDeepServeError
@@ -56,7 +57,7 @@ def more_running_than_may(turn: Turn) -> None:
 
 
 def a_step_without_a_plan(turn: Turn) -> None:
-    turn.steps.begin(turn.steps.next + 1)
+    turn.steps.again.append(StepNo(turn.steps.next + 1))
 
 
 def given_up_with_work(turn: Turn) -> None:

@@ -34,9 +34,8 @@ from xdeepserve.engine.serving.failover import Failover
 from xdeepserve.engine.serving.joining import Joining
 from xdeepserve.engine.serving.te_group import TEGroup
 from xdeepserve.engine.te import te
+from xdeepserve.engine.te.masters import Masters
 from xdeepserve.engine.te.server_seats import ServerSeats
-from xdeepserve.engine.te.steps_apart import StepsApart
-from xdeepserve.engine.te.steps_together import StepsTogether
 from xdeepserve.engine.walk.schedule import side_by_side
 from xdeepserve.engine.ways.flow.clock import FlowClock
 from xdeepserve.errors import HardwareError, XDeepServeError
@@ -96,8 +95,8 @@ PLANNED, CARD = "hw/clock.py:Clock._advance", "hw/rdma.py:RDMACard"
 KINDS = (
     Kind("die program", TE, Executor, "run", "colocated", ("dies=2",)),
     Kind("step of a die program", TE, Executor, "step", "colocated", ("dies=2",)),
-    Kind("loop of a TE", TE, StepsTogether, "advance", "monolithic"),
-    Kind("loop of a DP group", TE, StepsApart, "run", "moe-attention", (*APART, "dataflow=true")),
+    Kind("loop of a TE", TE, Masters, "advance", "monolithic"),
+    Kind("loop of a DP group", TE, Masters, "run", "moe-attention", APART),
     Kind("reports of layers", TE, te, "hear_layers", "pd", (*PAIR, "transfer=layer")),
     Kind("expert die", "engine/te/listeners.py:start_program", ExpertProgram, "run", "moe-attention", APART),
     Kind("stream of an expert die", f"{EXPERTS}._spawn", ExpertProgram, "_compute", "moe-attention", APART),

@@ -171,6 +171,11 @@ class DPGroup:
             self._receive(seq, endpoint, source, pieces)
         return bool(step.shares)
 
+    def plan_empty(self, step_idx: StepNo) -> None:
+        """Plan a step without rows, to run along where other groups run again what this one has ended."""
+        self._steps[step_idx] = PlannedStep()
+        self._plans[step_idx] = make_plan(step_idx, [], self.kv.block_size)
+
     def put(self, command: msgspec.Struct, delay_ns: int = 0) -> None:
         """Send a command to every die of the group, to be read after `delay_ns` (virtual ns)."""
         for die in self.dies:
@@ -263,9 +268,18 @@ class DPGroup:
         """Number of token rows of a step that is planned or under way."""
         return self._plans[step_idx].num_tokens
 
-    def plan_of(self, step_idx: StepNo) -> StepPlan:
-        """Return the plan of a step that is planned or under way."""
-        return self._plans[step_idx]
+    def outlook(self, step_idx: StepNo) -> StepPlan:
+        """Return the plan of a step or, before it is planned, the rows that it would have by counts alone."""
+        if step_idx in self._plans:
+            return self._plans[step_idx]
+        plan, left = StepPlan(step=step_idx), self.steps.max_tokens
+        seqs = [*self.places.running, *self.places.waiting][: self.steps.max_seqs]
+        for index, seq in enumerate(seqs):
+            num_rows = min(left, len(seq.token_ids) + len(seq.drafts) - seq.num_computed)
+            plan.positions.extend(range(seq.num_computed, seq.num_computed + num_rows))
+            plan.seq_of.extend([index] * num_rows)
+            left -= num_rows
+        return plan
 
     def launch(self, step_idx: StepNo, delay_ns: int = 0, bucket: int = 0, num_parts: int = 1) -> None:
         """Send the planned step to the dies; without work an empty one.

@@ -75,15 +75,6 @@ class Rollback:
         """Number of rollbacks so far, equal to the current epoch."""
         return self.epoch
 
-    @staticmethod
-    def later(step_idx: StepNo) -> StepNo:
-        """Return the number for launching a rolled-back step again (step 5).
-
-        Adding 2 keeps the result set the same, so a step planned ahead finds the results of the step before
-        it.
-        """
-        return StepNo(step_idx + 2)
-
     def leave_out(self, die: int) -> None:
         """Wait no longer for a die that takes no part any more."""
         self._awaited.discard(die)

@@ -70,7 +70,7 @@ def parts_of(plans: Sequence[StepPlan]) -> tuple[PartCounts, ...]:
     found: list[list[tuple[int, int, int]]] = [[], [], []]
     for plan in plans:
         positions, seq_of = np.array(plan.positions, np.int32), np.array(plan.seq_of, np.int32)
-        whole, cut = Batch.of(positions, positions, seq_of, positions[:0]), plan.num_tokens // 2
+        whole, cut = Batch.of(positions, positions, seq_of, positions[:0]), len(positions) // 2
         batches = whole, whole.part(slice(0, cut)), whole.part(slice(cut, None))
         for counts, batch in zip(found, batches, strict=True):
             counts.append((batch.num_tokens, _coarse(batch.context), _coarse(batch.kv_tokens)))

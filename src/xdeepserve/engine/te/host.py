@@ -1,13 +1,12 @@
 """Delays of a TE's host in virtual time: scheduling gap, launches and their jitter (xDeepServe 4.4, 7.1).
 
-Every DP group has a launch process of its own. A delay of one group delays all dies, because the first
-dispatch of the step waits for the last die. There jitter becomes visible. For the same reason pauses of the
-garbage collector are harmless only where all groups take them in the same step.
+Every DP group has a launch process of its own. Where dispatch is a barrier, a delay of one group delays all
+dies there, because the first dispatch of the step waits for the last die. There jitter becomes visible. For
+the same reason pauses of the garbage collector are harmless only where all groups take them in the same step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -32,11 +31,11 @@ class Host(NamedTuple):
         """Return the time in ns for scheduling a step; dies wait meanwhile unless the previous step runs."""
         return round(1e9 * self.spec.scheduler_gap.value)
 
-    def bucket(self, num_rows: Sequence[int]) -> int:
-        """Return the graph's number of rows for a step, to which all groups pad theirs; 0 without graphs."""
+    def bucket(self, num_rows: int) -> int:
+        """Return the graph's number of rows, to which a group's step is padded; 0 without graphs."""
         if self.config.mode == "op":
             return 0
-        return 1 << max(0, max(num_rows) - 1).bit_length()
+        return 1 << max(0, num_rows - 1).bit_length()
 
     def launches_ns(self, step: StepNo) -> list[int]:
         """Return how long each DP group's launch of a step takes, in ns."""

@@ -1,8 +1,8 @@
 """Invariants of a task executor (TE): one table, checked after every turn if the setting `invariants` is on.
 
-A turn ends when the loop that drives some DP groups has planned, launched and collected what it could. The
-rows read the books of these groups and their steps under way, and change nothing: with the setting on, every
-virtual time and every bit is the same.
+A turn ends when the master of a DP group has collected, planned and launched what it could. The rows read the
+books of the group and its steps under way, and change nothing: with the setting on, every virtual time and
+every bit is the same.
 
 An invariant that does not hold is a fault of this program, whatever faults were injected.
 """
@@ -90,10 +90,11 @@ def _room(turn: Turn) -> str | None:
 
 def _steps(turn: Turn) -> str | None:
     steps, numbers, planned = turn.steps, list(turn.steps), turn.group.planned
+    again = steps.again
     if numbers != sorted(set(numbers)) or len(numbers) > steps.room or any(n >= steps.next for n in numbers):
         return f"steps {numbers} are under way, at most {steps.room} may, and step {steps.next} is the next"
-    if not set(numbers) <= set(planned) <= {*numbers, steps.next}:
-        return f"steps {numbers} are under way, and steps {planned} are planned"
+    if not {*numbers, *again} <= set(planned) <= {*numbers, *again, steps.next}:
+        return f"steps {numbers} are under way, {again} wait to run again, and steps {planned} are planned"
     return None
 
 
@@ -129,7 +130,8 @@ INVARIANTS = (
     ),
     Invariant("At most `max_num_seqs` sequences run in a DP group.", _room),
     Invariant(
-        "Steps under way are in order, have a plan, and leave no other plan but the next step's.", _steps
+        "Steps under way, or to run again, are in order and have plans, and only the next has one, too.",
+        _steps,
     ),
     Invariant("A DP group that was given up has no sequences.", _given_up),
     Invariant("The TE-shell gave each sequence of a DP group to that group.", _known),
@@ -137,16 +139,15 @@ INVARIANTS = (
 
 
 def check(health: Heartbeats, shell: TEShell, steps: StepSet) -> None:
-    """Check every row for the DP groups of some steps. Raises InvariantError for the first row that does not
+    """Check every row for the DP group of some steps. Raises InvariantError for the first row that does not
     hold."""
-    for group in steps.groups:
-        turn = Turn(group, steps, health, shell)
-        for invariant in INVARIANTS:
-            try:
-                found = invariant.check(turn)
-            except XDeepServeError as error:
-                found = str(error)
-            if found is not None:
-                raise InvariantError(
-                    f"invariant of {group.id} before step {steps.next}: {invariant.says} But {found}"
-                )
+    turn = Turn(steps.group, steps, health, shell)
+    for invariant in INVARIANTS:
+        try:
+            found = invariant.check(turn)
+        except XDeepServeError as error:
+            found = str(error)
+        if found is not None:
+            raise InvariantError(
+                f"invariant of {turn.group.id} before step {steps.next}: {invariant.says} But {found}"
+            )

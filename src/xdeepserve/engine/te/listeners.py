@@ -21,10 +21,9 @@ from xdeepserve.engine.numbers import GroupRank
 from xdeepserve.engine.recovery.rollback import Rollback
 from xdeepserve.engine.recovery.rollback_field import Epochs, RollbackField
 from xdeepserve.engine.te.heartbeat import Heartbeats
+from xdeepserve.engine.te.masters import Masters
 from xdeepserve.engine.te.members import PRESENCE, Act, Listener, Stay
 from xdeepserve.engine.te.server_monitor import ServerMonitor
-from xdeepserve.engine.te.steps_apart import StepsApart
-from xdeepserve.engine.te.steps_together import StepsTogether
 from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.hw.clock import Hears
 
@@ -44,7 +43,7 @@ def listeners(
     recovery: Rollback,
     balance: Reconfiguration | None,
     monitor: ServerMonitor,
-    turns: StepsApart | StepsTogether,
+    masters: Masters,
     program: Act,
     process: Act,
 ) -> dict[Listener, Act]:
@@ -74,10 +73,6 @@ def listeners(
         pod.lose([member.die])
         for process in pod.dies[member.die].running:
             process.cancel()
-
-    def end_steps(client: Stay) -> None:
-        assert isinstance(turns, StepsApart)
-        turns.end(GroupRank(client.seat))
 
     def take_replicas(server: Stay) -> None:
         if balance is not None:
@@ -112,7 +107,7 @@ def listeners(
         "rollback": lambda member: recovery.leave_out(member.die),
         "replicas": take_replicas,
         "holder": move_replicas,
-        "steps": end_steps,
+        "steps": lambda client: masters.end(GroupRank(client.seat)),
         "requests": move_requests,
         "show heard": show_heard,
         "show moved": show_moved,

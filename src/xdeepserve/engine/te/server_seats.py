@@ -17,11 +17,10 @@ from xdeepserve.engine.numbers import Seat
 from xdeepserve.engine.recovery.ladder import Loss
 from xdeepserve.engine.te.hearing import Hearing
 from xdeepserve.engine.te.life import Lifetime
+from xdeepserve.engine.te.masters import Masters
 from xdeepserve.engine.te.members import Stay
 from xdeepserve.engine.te.reports import ServerReport
 from xdeepserve.engine.te.server_monitor import ServerMonitor
-from xdeepserve.engine.te.steps_apart import StepsApart
-from xdeepserve.engine.te.steps_together import StepsTogether
 from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.errors import LostDieError, RequestError, XDeepServeError
 
@@ -41,10 +40,10 @@ class ServerSeats:
         life: Lifetime,
         hearing: Hearing,
         monitor: ServerMonitor,
-        turns: StepsApart | StepsTogether,
+        masters: Masters,
     ) -> None:
         self._plan, self._pod, self._members, self._life = plan, plan.pod, plan.members, life
-        self._hearing, self._monitor, self._turns = hearing, monitor, turns
+        self._hearing, self._monitor, self._masters = hearing, monitor, masters
 
     def reports(self) -> list[ServerReport]:
         """Report the state of each seat."""
@@ -168,8 +167,8 @@ class ServerSeats:
         server = self._check_leaves(self._known(number))
         life, members = self._life, self._members
         members.move(server, "lead away")
-        under_way = self._turns.under_way
-        while life.is_running and (under_way & self._turns.under_way or not self._hearing.may_begin):
+        under_way = self._masters.under_way
+        while life.is_running and (under_way & self._masters.under_way or not self._hearing.may_begin):
             await self._pod.clock.sleep(PAUSE_NS)
         if not server.is_seated:
             return  # another server has its seat

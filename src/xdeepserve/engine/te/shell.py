@@ -67,11 +67,12 @@ class TEShell:
         self._pick: DecodePolicy = DECODE.function(settings.decode)
         self._status_period_ns = settings.status_period_ns
         self._sent: dict[GroupRank, tuple[int, GroupStatus]] = {}  # when, and what; with a period alone
+        self._next_sent_ns = 0  # before then no period has passed
         self.pending: deque[list[Sequence]] = deque()  # requests that no group has yet
         self.arrivals: deque[Sequence] = deque()  # prefilled ones that no group has yet
         self._group_of: dict[int, DPGroup] = {}
         self._dispatch_turn = self._decode_turn = 0  # the rank after the one chosen last
-        self._has_called = False  # the TE's loop has been asked for an all-gather
+        self.is_asked = False  # the TE's loop has been asked for an all-gather
         self.on_turn: Callable[[], None] = lambda: None  # told before each step: there may be room
         self.wake: Callable[[DPGroup], None] = lambda group: None  # the group has been given something
 
@@ -84,14 +85,15 @@ class TEShell:
             statuses = self._statuses() or [group.status() for group in self.groups]
             self._deal([*self.pending], [Gathered(status, (0,) * len(self.pending)) for status in statuses])
 
-    def deal(self) -> None:
-        """Deal out waiting work after a group has ended a step or has something new.
+    def deal(self) -> bool:
+        """Deal out waiting work after a group has ended a step or has something new; return whether requests
+        wait for an all-gather."""
+        return bool(self._deal_at_once()) and self._gather is not None
 
-        If requests wait for an all-gather, the TE's loop is asked for one; it serves all groups that ask
-        before it begins.
-        """
-        if self._deal_at_once() and self._gather is not None and not self._has_called:
-            self._has_called = True
+    def ask(self) -> None:
+        """Ask the TE's loop for an all-gather, which serves all groups that ask before it begins."""
+        if not self.is_asked:
+            self.is_asked = True
             self._inbox.put(Wake())
 
     async def gather_and_deal(self, check: Callable[[], None]) -> None:
@@ -99,7 +101,7 @@ class TEShell:
 
         `check` then raises the error of lost memory, since the gathered statuses may have been in it.
         """
-        self._has_called = False
+        self.is_asked = False
         requests = self._deal_at_once()[:MAX_REQUESTS]
         if requests and self._gather is not None:
             known = await self._gather.run(self.health.open_ranks, [seqs[0] for seqs in requests])
@@ -179,10 +181,13 @@ class TEShell:
     def _collect_statuses(self) -> None:
         """Take new statuses, between steps, from DP groups whose period has passed."""
         now = self._now()
-        for group in self.groups if self._status_period_ns else ():
+        if not self._status_period_ns or now < self._next_sent_ns:
+            return
+        for group in self.groups:
             sent = self._sent.get(group.rank)
             if sent is None or now - sent[0] >= self._status_period_ns:
                 self._sent[group.rank] = now, group.status()
+        self._next_sent_ns = min(sent_ns for sent_ns, _ in self._sent.values()) + self._status_period_ns
 
     def _sent_statuses(self) -> list[GroupStatus]:
         """Return the groups' statuses: current numbers of sequences, and KV usage as last sent."""

@@ -19,14 +19,13 @@ from xdeepserve.engine.te.heartbeat import Heartbeats
 from xdeepserve.engine.te.invariants import check, is_breach
 from xdeepserve.engine.te.life import Life, Lifetime
 from xdeepserve.engine.te.listeners import listeners, start_program
+from xdeepserve.engine.te.masters import Masters
 from xdeepserve.engine.te.repairs import Mend, Repairs
 from xdeepserve.engine.te.reports import ExpertLoad, expert_loads
 from xdeepserve.engine.te.server_monitor import ServerMonitor
 from xdeepserve.engine.te.server_seats import Bring, ServerSeats
 from xdeepserve.engine.te.shell import TEShell
 from xdeepserve.engine.te.step_set import Loop, StepParts
-from xdeepserve.engine.te.steps_apart import StepsApart
-from xdeepserve.engine.te.steps_together import StepsTogether
 from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.errors import DeadlineError, DriverReport, GlitchError, XDeepServeError
 from xdeepserve.hw.queue import Queue
@@ -52,17 +51,16 @@ class TE:
         self._clock, self.lifetime, self.members = pod.clock, Lifetime(name, tell), plan.members
         self.processes: list[asyncio.Task[None]] = []
 
-        # DP groups and their dies. All that the TE's loop waits for comes to its inbox: reports, news from
-        # outside, the end. Where groups step apart, each has a loop and an inbox of its own.
+        # DP groups and their dies. All that the TE's loop waits for comes to its inbox: news from outside and
+        # from the groups' masters, the end. What a group's dies report comes to its master's inbox.
         self.inbox = plan.host_queue(plan.dies[0], f"inbox of {name}")
         self.groups = plan.groups(tell)
         inboxes = plan.inboxes(self.groups)
-        inbox_of = inboxes or [self.inbox] * len(self.groups)
         for group in self.groups:
             group.scheduler.fails_lost = settings.recovery.kv_loss == "fail"
             if plan.make_tier is not None:
-                group.scheduler.pool = plan.make_tier(group, inbox_of[group.rank].put)
-        reports = [inbox_of[group.rank] for group in self.groups for _ in group.dies]
+                group.scheduler.pool = plan.make_tier(group, inboxes[group.rank].put)
+        reports = [inboxes[group.rank] for group in self.groups for _ in group.dies]
         self.executors = plan.executors(threads, reports)
         self._layers: Queue[msgspec.Struct] = Queue(pod.clock, f"layers of {name}")
         for executor in self.executors:
@@ -98,19 +96,17 @@ class TE:
         parts = StepParts(
             *(pod.clock, self.groups, self.lifetime, self._hearing),
             *(self.health, self.recovery, self.reconfiguration, plan.host(self.executors)),
-            num_parts=plan.num_parts(self.executors, tell),
+            num_parts=plan.num_parts(self.executors, self.groups, tell),
             after_turn=partial(check, self.health, self.te_shell) if is_checked else lambda steps: None,
         )
-        self._turns: StepsApart | StepsTogether
-        if inboxes:
-            self._turns = StepsApart(
-                *(parts, self.members, inboxes, self.te_shell, plan.sizes.steps.plans_ahead)
-            )
-            self.te_shell.wake = self._turns.wake
-        else:
-            self._turns = StepsTogether(parts, self.members, plan.sizes.steps.plans_ahead)
-        self.health.wake = self._turns.wake_all
-        self.seats = ServerSeats(plan, self.lifetime, self._hearing, self.monitor, self._turns)
+        self._masters = Masters(
+            *(parts, self.members, inboxes, self.te_shell),
+            room=1 + plan.sizes.steps.plans_ahead,
+            meets=not plan.sizes.walk.flows,
+        )
+        self.te_shell.wake = self._masters.wake
+        self.health.wake = self._masters.wake_all
+        self.seats = ServerSeats(plan, self.lifetime, self._hearing, self.monitor, self._masters)
 
         # What the TE itself can do about a loss, and who hears of the moves of members.
         self.remedies: Remedies = {
@@ -122,7 +118,7 @@ class TE:
         self.members.listen(
             listeners(
                 *(plan, tell, self.groups, self.health, self.recovery),
-                *(self.reconfiguration, self.monitor, self._turns),
+                *(self.reconfiguration, self.monitor, self._masters),
                 program=partial(plan.make_program, threads=threads, reports=self.inbox),
                 process=partial(start_program, processes=self.processes, hears=self._fail),
             )
@@ -131,7 +127,7 @@ class TE:
     # ---- the loop ------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        """Schedule, run, postprocess; sleep while there is nothing to do."""
+        """Watch the groups' masters; sleep while there is nothing to do."""
         is_over = False
         while not is_over:
             try:
@@ -141,18 +137,27 @@ class TE:
                 if left is not None:
                     self.on_loss(self, left)
                     return
+        self._masters.stop()
+        self._layers.put(Shutdown())
+        for executor in self.executors:
+            executor.die.put(Shutdown())
+        ring(self.members.programs, STOP)
 
     async def _turn(self) -> bool:
         """Take a turn of the loop; return whether it was the last."""
         self._hearing.check_reports()
         for group in self.groups:
             group.poll_transfers()
-        await self.te_shell.gather_and_deal(self._hearing.check_reports)
+        if self._masters.may_deal:
+            try:
+                await self.te_shell.gather_and_deal(self._hearing.check_reports)
+            finally:
+                self._masters.let_go_on()
         self._hearing.check_reports()
-        if self.moves_out and self._turns.is_idle:
+        if self.moves_out and self._masters.is_idle:
             self.te_shell.move_out()
         self.te_shell.on_turn()
-        if not await self._turns.advance(self._look):
+        if not await self._masters.advance(self._look):
             if self._is_done:
                 return True
             await self._rest()
@@ -201,7 +206,7 @@ class TE:
 
     def wake(self) -> None:
         """Wake the loops: there is new work, or room for work that could not run."""
-        self._turns.wake_all()
+        self._masters.wake_all()
 
     # ---- losses, and what mends them -----------------------------------------------------------------
 
@@ -236,17 +241,17 @@ class TE:
 
     async def _roll_back(self, loss: Loss) -> None:
         """Run the steps under way again after an error code. Raises an error of the rollback itself."""
-        begun_ns, turns, error = self._clock.now, self._turns, loss.error
+        begun_ns, masters, error = self._clock.now, self._masters, loss.error
         assert isinstance(error, GlitchError)
         self._find_lost_servers()
-        first_steps = [turns.oldest(group) for group in self.groups for _ in group.dies]
+        first_steps = [masters.oldest(group) for group in self.groups for _ in group.dies]
         await self.recovery.roll_back(error, first_steps, self._hearing.hear)
         self.health.forgive()
-        first_step = turns.roll_back()
+        first_step = masters.roll_back()
         await self.repairs.mend()
         self.recovery.resume(first_step)
         self.tell(Mended(self.plan.name, "run again", self.recovery.epoch, str(error), begun_ns))
-        await turns.run_again()
+        masters.run_again()
 
     def hear_report(self, report: DriverReport) -> None:
         """Note a report by a die's driver, at its moment.
@@ -317,7 +322,7 @@ class TE:
             start_program(server, self.processes, self._fail)
         self.monitor.start()
         name = self.plan.name
-        loops: list[tuple[str, Loop]] = [(name, self._run), *self._turns.loops()]
+        loops: list[tuple[str, Loop]] = [(name, self._run), *self._masters.loops()]
         if self.sizes.kv.sends_layers:
             loops.append((f"layers of {name}", partial(hear_layers, self._layers, self.groups)))
         spawned = [self._clock.detach(loop(), each, self._fail) for each, loop in loops]
@@ -369,11 +374,6 @@ class TE:
         if self.reconfiguration is not None:
             self.reconfiguration.stop()
         self.inbox.put(Shutdown())
-        self._turns.stop()
-        self._layers.put(Shutdown())
-        for executor in self.executors:
-            executor.die.put(Shutdown())
-        ring(self.members.programs, STOP)
 
     def _end_life(self) -> None:
         self.lifetime.follow("stop")
@@ -400,7 +400,7 @@ class TE:
 
     def check_integrity(self) -> None:
         """Check the invariants of all DP groups, and that dies sharing weights hold the same ones."""
-        for steps in self._turns.sets:
+        for steps in self._masters.sets:
             check(self.health, self.te_shell, steps)
         for run in self._lockstep_runs:
             run.check_integrity()
@@ -430,12 +430,12 @@ class TE:
     @property
     def step_idx(self) -> int:
         """Number of the next step."""
-        return self._turns.step_idx
+        return self._masters.step_idx
 
     @property
     def under_way(self) -> set[tuple[GroupRank, StepNo]]:
         """Steps launched and not ended, as pairs of DP group and step number."""
-        return self._turns.under_way
+        return self._masters.under_way
 
     @property
     def num_sequences(self) -> int:

@@ -23,8 +23,7 @@ from xdeepserve.engine.dp.group import DPGroup, GivesWay
 from xdeepserve.engine.dp.prefixes import ShouldLoad
 from xdeepserve.engine.dp.scheduler import PrefixTier
 from xdeepserve.engine.messages import CopyDone, PoolReady, StepFailed
-from xdeepserve.engine.numbers import GroupRank, Seat
-from xdeepserve.engine.plans import StepPlan
+from xdeepserve.engine.numbers import GroupRank, Seat, StepNo
 from xdeepserve.engine.recovery.rollback import Rollback
 from xdeepserve.engine.recovery.rollback_field import plan_rollback_field
 from xdeepserve.engine.run.clock.wiring import ClockWiring
@@ -251,9 +250,8 @@ class TEPlan:
         ]
 
     def inboxes(self, groups: Sequence[DPGroup]) -> list[HostQueue[msgspec.Struct]]:
-        """Create the queues of DP groups that have loops of their own; none if the groups step together."""
-        own = groups if self.sizes.walk.flows else ()
-        return [self.host_queue(group.dies[0].index, f"inbox of {group.id}") for group in own]
+        """Create the queues of the DP groups' masters, each on the server of its group's first die."""
+        return [self.host_queue(group.dies[0].index, f"inbox of {group.id}") for group in groups]
 
     def status_gather(self, groups: Sequence[DPGroup]) -> StatusGather | None:
         """Create the leader's part that gathers statuses; None if it knows them without."""
@@ -277,22 +275,23 @@ class TEPlan:
         seed = self.sizes.settings.seed + 1_000_003 * self.dies[0]  # each TE's delays are its own
         return Host(execution, self.spec, len(self.team.group_ranks), seed)
 
-    def num_parts(self, executors: Sequence[Executor], tell: EventLog) -> Callable[[Sequence[StepPlan]], int]:
-        """Create the function that decides from a step's plans how many overlapping microbatches the dies cut
-        it into."""
+    def num_parts(
+        self, executors: Sequence[Executor], groups: Sequence[DPGroup], tell: EventLog
+    ) -> Callable[[StepNo], int]:
+        """Create the function that decides how many overlapping microbatches the dies cut a step into."""
         if self.sizes.walk.is_dynamic:
             timing = self.wiring.timing if isinstance(self.wiring, ClockWiring) else None
             loads = EvenLoads(self.config, self.sizes.experts, len(self.dies), timing)
             forecast = Forecast(executors[0], loads, self.team)
-            return partial(self._decide, forecast, tell)
+            return partial(self._decide, forecast, groups, tell)
         always = self.sizes.walk.num_parts
         return lambda _: always
 
-    def _decide(self, forecast: Forecast, tell: EventLog, plans: Sequence[StepPlan]) -> int:
+    def _decide(self, forecast: Forecast, groups: Sequence[DPGroup], tell: EventLog, step: StepNo) -> int:
         """Return how many microbatches a step is cut into, and tell if it is not whole."""
-        num_parts = forecast.num_parts(plans)
+        num_parts = forecast.num_parts([group.outlook(step) for group in groups])
         if num_parts > 1:
-            tell(StepCut(self.name, plans[0].step, num_parts))
+            tell(StepCut(self.name, step, num_parts))
         return num_parts
 
     def make_program(self, server: Stay, threads: Threads, reports: Queue[msgspec.Struct]) -> None:

@@ -21,6 +21,8 @@ from xdeepserve.model.tensors import Held, Layer
 from xdeepserve.step.frame import Frame, KVCache, Model
 from xdeepserve.step.stage import Counts, Meet, Program, Stage
 
+OF_A_GROUP = frozenset({"all_reduce", "all_gather", "all_to_all"})
+"""Collectives of the dies of a single DP group."""
 MAX_KEPT = 1 << 12  # prices that are kept: the same counts come again in layers and steps
 
 
@@ -259,6 +261,8 @@ class Runner:
     async def meet(self, meet: Meet) -> None:
         """Take the die's part in an exchange, an operator, and put the result into the frame."""
         f = self.frame
+        if meet.op in OF_A_GROUP and not len(f.whole):
+            return  # a DP group without rows has none, and the host launches nothing
         if self.launcher is not None:
             await self._launched(self.launcher, 1)
         match meet.op:
@@ -275,7 +279,7 @@ class Runner:
                 f.reduced = await self.trampoline.e2a(f.event)
             case "spread" | "reduce_scatter":
                 await self._among_groups(meet)
-            case _ if len(f.whole):
+            case _:
                 await self._collective(meet)
 
     async def _dispatch(self) -> None:
