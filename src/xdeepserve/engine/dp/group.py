@@ -272,13 +272,10 @@ class DPGroup:
         """Return the plan of a step or, before it is planned, the rows that it would have by counts alone."""
         if step_idx in self._plans:
             return self._plans[step_idx]
-        plan, left = StepPlan(step=step_idx), self.steps.max_tokens
-        seqs = [*self.places.running, *self.places.waiting][: self.steps.max_seqs]
-        for index, seq in enumerate(seqs):
-            num_rows = min(left, len(seq.token_ids) + len(seq.drafts) - seq.num_computed)
-            plan.positions.extend(range(seq.num_computed, seq.num_computed + num_rows))
+        plan = StepPlan(step=step_idx)
+        for index, (start, num_rows) in enumerate(self.scheduler.outlook()):
+            plan.positions.extend(range(start, start + num_rows))
             plan.seq_of.extend([index] * num_rows)
-            left -= num_rows
         return plan
 
     def launch(self, step_idx: StepNo, delay_ns: int = 0, bucket: int = 0, num_parts: int = 1) -> None:

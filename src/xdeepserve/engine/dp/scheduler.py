@@ -16,7 +16,7 @@ are there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from xdeepserve.engine.deploy.sizes import StepSizes
@@ -185,6 +185,17 @@ class Scheduler:
             step.shares.append(share)
             rows_left -= share.num_rows
             logits_left -= len(share.logit_rows)
+
+    def outlook(self) -> Iterator[tuple[int, int]]:
+        """Yield the first positions and numbers of rows of the next step's sequences, as far as counts
+        tell."""
+        left = self.steps.max_tokens
+        for seq in [*self.places.running, *self.places.waiting][: self.steps.max_seqs]:
+            progress = self._progress(seq)
+            num_rows = min(left, progress.num_tokens + progress.num_drafts - progress.num_computed)
+            if num_rows > 0 and not self._sits_out(seq, progress):
+                yield progress.num_computed, num_rows
+                left -= num_rows
 
     def _progress(self, seq: Sequence) -> SeqProgress:
         return SeqProgress.of(seq, self._shares.get(seq.seq_id), self._ahead, self.steps.mtp)
