@@ -16,6 +16,8 @@ from xdeepserve import LLM
 from xdeepserve.comm.distflow.channels import Channel, Channels, channel_layout, plan_channels
 from xdeepserve.comm.distflow.send_receive import SendReceiveBackend
 from xdeepserve.comm.p2p.layout import RING_FIELD, RingField, RingLayout
+from xdeepserve.engine.deploy.fitting import fit
+from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.dp.events import Event, StepEnded
 from xdeepserve.engine.dp.group import TransferEnded
 from xdeepserve.engine.job.links import PDLink
@@ -23,7 +25,7 @@ from xdeepserve.errors import DeadlineError, DeploymentError, FieldError, Protoc
 from xdeepserve.hw.engines import Copy
 from xdeepserve.hw.pod import Pod
 from xdeepserve.llm import digest
-from xdeepserve.model.presets import TinyCheckpoint
+from xdeepserve.model.presets import TinyCheckpoint, resolve_model
 
 OVER = "transfer_over=send-receive"
 BOTH = (OVER, "transfer_over=zero-copy")
@@ -369,6 +371,8 @@ def test_what_cannot_be_is_refused() -> None:
         ("colocated", [], r"is for pods whose prefill has TEs of its own \(pd, transformerless, mixed\)"),
         ("pd", ["fabric=roce"], "goes over ub, not over fabric=roce"),
         ("pd", ["prefill.hardware=910b"], "goes over ub, which 910b prefill is not on"),
+        ("superpod", [], "goes over ub, which does not lead from prefill beside the SuperPod to decode"),
     ):
-        with pytest.raises(DeploymentError, match=reason):
-            LLM("tiny-random", deployment, overrides=[*settings, OVER])
+        for over in BOTH:
+            with pytest.raises(DeploymentError, match=reason):
+                fit(resolve(deployment, [*settings, over]), resolve_model("tiny-r1").config)

@@ -9,8 +9,8 @@ A die has a place for each of its peers (P), as far as half of the metadata area
 place on both dies with its first message and keeps it. Where none is free, because TEs have joined, it gets
 the place of the pair that has been idle for longest.
 
-A pair has one message under way at a time; the next one waits in line. A message also waits while each place of
-a die is in use, and no later message for one of its dies overtakes it then.
+A pair has one message under way at a time; the next one waits in line. A message also waits while each place
+of a die is in use, and no later message for one of its dies overtakes it then.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from xdeepserve.comm.distflow.channels import RECEIVER, SENDER, Channel, Channels
 from xdeepserve.comm.p2p.layout import MAX_MESSAGE
@@ -22,6 +22,7 @@ from xdeepserve.errors import GlitchError
 from xdeepserve.hw.engines import Copy
 from xdeepserve.hw.topology import Plane
 
+Kernel: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
 CORES = 8  # AIV cores of a kernel: with so many a message fills a die's UB port (XDS Figure 5)
 
 
@@ -70,7 +71,7 @@ class SendReceiveBackend:
         failures: list[Exception] = []
         kernels: list[asyncio.Task[None]] = []
 
-        async def run(kernel: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        async def run(kernel: Kernel) -> None:
             try:
                 await kernel()
             except Exception as error:
@@ -89,10 +90,9 @@ class SendReceiveBackend:
                 if not failures and not await sending.look():
                     await sending.run(sending.wait_for_ack)
 
-            if self.channels.layout.has_rings:
-                send = partial(sender.send_pieces, gathered, RECEIVER, event_id, cores=CORES)
-                receive = partial(receiver.receive_pieces, scattered, SENDER, event_id, cores=CORES)
-            else:
+            send: Kernel = partial(sender.send_pieces, gathered, RECEIVER, event_id, cores=CORES)
+            receive: Kernel = partial(receiver.receive_pieces, scattered, SENDER, event_id, cores=CORES)
+            if not self.channels.layout.has_rings:
                 send = offer
                 receive = partial(receiver.take_pieces, scattered, gathered, SENDER, event_id, cores=CORES)
             kernels.append(dies[channel.src].spawn(run(send), "send"))

@@ -27,7 +27,7 @@ class RingMemory:
     ) -> None:
         self.die, self.rank, self.dies, self.layout = die, rank, tuple(dies), layout
         rings, tails, acks = (
-            [self._find(peer, part, places and places[peer]) for peer in range(len(dies))]
+            [self._find(peer, part, places[peer] if places else None) for peer in range(len(dies))]
             for part in ("rings", "tails", "acks")
         )
         self.rings, self.tails, self.acks = rings[rank], tails[rank], acks[rank]

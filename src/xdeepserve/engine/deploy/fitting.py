@@ -90,6 +90,11 @@ def _places(d: Deployment, tes: Sequence[TEDies], reasons: list[str]) -> dict[st
             f"a SuperPod has {MAX_DIES} dies, this deployment needs {_total(tes)}: to have prefill beside "
             "it, set fabric=auto, roce or vpc, since UB does not leave the pod"
         )
+    elif beside and d.transfer_over != "dma" and not names:
+        reasons.append(
+            f"transfer_over={d.transfer_over} goes over ub, which does not lead from prefill beside the "
+            "SuperPod to decode"
+        )
     first_die, next_die = {}, 0
     for te in within + beside:
         if te in beside:
