@@ -316,8 +316,8 @@ def test_each_pair_has_a_ring_and_its_messages_take_turns() -> None:
         for each in [clock.spawn(hold(*each)) for each in asks]:
             await each
         assert order == ["a", "c", "d", "e", "b"]
-        assert sorted(channels._places) == [0, 1, 8, 9]
-        assert all(sorted(places.values()) == [0, 1] for places in channels._places.values())
+        assert sorted(channels.places) == [0, 1, 8, 9]
+        assert all(sorted(places.values()) == [0, 1] for places in channels.places.values())
         channels.check_integrity()
 
     asyncio.run(main())
@@ -354,7 +354,7 @@ def test_channels_are_given_in_order_and_nobody_waits_for_ever() -> None:
         await asyncio.gather(given_up, return_exceptions=True)
         channels.check_integrity()
         channels.forget([9])
-        assert not channels._places[0]
+        assert not channels.places[0]
         await clock.spawn(channels.take(0, 9, 1))
         with pytest.raises(ProtocolError, match="XCCL channels"):
             channels.check_integrity()

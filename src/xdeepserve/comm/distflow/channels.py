@@ -60,7 +60,7 @@ class Channels:
     def __init__(self, pod: Pod, layout: RingLayout) -> None:
         self.pod, self.layout = pod, layout
         self.num_messages = 0
-        self._places: dict[int, dict[Channel, int]] = {}  # by die
+        self.places: dict[int, dict[Channel, int]] = {}  # by die
         self._in_use: set[Channel] = set()
         self._asking: list[Asking] = []
         self._last: dict[Channel, int] = {}  # event ID of its last message; the longest idle first
@@ -109,7 +109,7 @@ class Channels:
     def _find_places(self, channel: Channel) -> bool:
         """Give a channel a place on both dies, if need be an idle one's. Returns False if there is none."""
         for die in channel:
-            places = self._places.setdefault(die, {})
+            places = self.places.setdefault(die, {})
             if channel in places:
                 continue
             if len(places) == self._num_places(die):
@@ -134,13 +134,13 @@ class Channels:
         """Take a channel's places away."""
         del self._last[channel]
         for die in channel:
-            self._places.get(die, {}).pop(channel, None)
+            self.places.get(die, {}).pop(channel, None)
 
     def open(self, channel: Channel, timeout_ns: int) -> tuple[PointToPoint, PointToPoint, int]:
         """Return handles of the sender and the receiver, and the event ID of a message ("number of
         sends")."""
         self.pod.memories.check_alive(channel)  # what lies in a lost one's fields is nobody's event
-        places = [self._places[die][channel] for die in channel]
+        places = [self.places[die][channel] for die in channel]
         sender, receiver = (
             PointToPoint(self.pod.dies[die], rank, channel, self.layout, timeout_ns, places=places)
             for rank, die in enumerate(channel)
@@ -155,7 +155,7 @@ class Channels:
     def clean(self, channel: Channel) -> None:
         """Clear a channel's fields after a failure, so that they cannot mislead the next message."""
         for die in channel:
-            if (place := self._places.get(die, {}).get(channel)) is not None:
+            if (place := self.places.get(die, {}).get(channel)) is not None:
                 self._clear(die, place)
         if channel in self._last:
             self._last[channel] = 0
@@ -181,7 +181,7 @@ class Channels:
         return [field for channel in self._last for field in self._fields(channel, die, part)]
 
     def _fields(self, channel: Channel, die: int, part: Literal["tails", "acks"]) -> list[RingField]:
-        place = self._places.get(die, {}).get(channel)
+        place = self.places.get(die, {}).get(channel)
         if place is None:
             return []
         return RingField.unpack_all(self.pod.memory(die).read(*self._part(die, place, part)))
@@ -193,7 +193,7 @@ class Channels:
             waiting = [tuple(each.channel) for each in self._asking]
             in_use = sorted(map(tuple, self._in_use))
             raise ProtocolError(f"XCCL channels: {in_use} are in use, and {waiting} wait for one")
-        for die, places in self._places.items():
+        for die, places in self.places.items():
             if len(set(places.values())) < len(places):
                 raise ProtocolError(f"XCCL channels of die {die}: two have the same place, {places}")
             for channel in places if die not in self.pod.lost else ():

@@ -157,7 +157,7 @@ class PointToPoint:
         event_id: int,
         **by: Unpack[By],
     ) -> None:
-        """Receive into pieces what `peer` offers in its app area, as pieces that a handshake has told."""
+        """Receive bytes that `peer` offers where they lie: in pieces of its app area that a handshake told."""
         receiving = self._receive(self._checked_pieces("receive", pieces, peer, event_id, **by))
         receiving.offered = Cargo(self.dies[peer], offered, self.layout.weight)
         await receiving.run(receiving.copy_all)

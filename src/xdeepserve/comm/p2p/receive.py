@@ -153,7 +153,7 @@ class Receiving(MessageEnd):
                 await self.stream.copy(part, cores, moves=moves)
 
     def _source(self) -> Cargo:
-        """Return the message as it lies in the sender's app area, for zero copy."""
+        """Return the pieces of the sender's app area that hold the message, for zero copy."""
         whole = ((self.pointer, self.nbytes),)
         return self.offered or Cargo(self.memory.dies[self.peer], whole, self.layout.weight)
 
