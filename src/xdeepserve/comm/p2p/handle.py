@@ -157,7 +157,7 @@ class PointToPoint:
         event_id: int,
         **by: Unpack[By],
     ) -> None:
-        """Receive bytes that `peer` offers where they lie: in pieces of its app area that a handshake told."""
+        """Receive bytes that `peer` offers where they lie: in pieces of its app area, told by a handshake."""
         receiving = self._receive(self._checked_pieces("receive", pieces, peer, event_id, **by))
         receiving.offered = Cargo(self.dies[peer], offered, self.layout.weight)
         await receiving.run(receiving.copy_all)
