@@ -319,7 +319,7 @@ MECHANISMS = (
         "steps planned ahead",
         "XDS 4.2",
         "execution.overlap=true",
-        "engine/te/steps_together.py",
+        "engine/te/masters.py",
         "engine/test_planning_ahead.py",
     ),
     Mechanism(
