@@ -87,13 +87,9 @@ def hand_over(transfer: str) -> None:
 
 
 def fields(die: Die, part: str) -> list[RingField]:
-    """The tails or acks of both channels of a die."""
-    regions = [die.memory.metadata.regions[f"kv/{number}.{part}"] for number in (0, 1)]
-    return [
-        field
-        for region in regions
-        for field in RingField.unpack_all(die.memory.read(region.offset, region.nbytes))
-    ]
+    """The tails or acks of all channels of a die."""
+    region = die.memory.metadata.regions[f"kv.{part}"]
+    return RingField.unpack_all(die.memory.read(region.offset, region.nbytes))
 
 
 def send_and_receive() -> str:

@@ -36,7 +36,7 @@ def test_presets_fit_tiny(name: str, tiny_config: ModelConfig) -> None:
 
 def test_every_kind_has_rows_and_a_preset_and_every_row_its_sections() -> None:
     assert tuple(DEPLOYMENTS) == get_args(Kind)
-    assert {resolve(name).kind for name in PRESETS} == {*DEPLOYMENTS} - {"mixed"}  # a list is a file's own
+    assert {resolve(name).kind for name in PRESETS} == {*DEPLOYMENTS}
     for kind, rows in DEPLOYMENTS.items():
         assert is_listed(kind) == (kind == "mixed")
         roles = [row.role for row in rows]

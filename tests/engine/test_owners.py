@@ -12,7 +12,7 @@ import pytest
 
 from tests.engine.owners import TRIED, fail, fails, nothing_unheard, spawns
 from xdeepserve.comm.distflow import DistFlow
-from xdeepserve.comm.distflow.channels import Channels, plan_channels
+from xdeepserve.comm.distflow.channels import Channels, channel_layout, plan_channels
 from xdeepserve.comm.distflow.endpoint import Endpoint
 from xdeepserve.comm.distflow.link_probe import plan_link_probe, probe
 from xdeepserve.comm.distflow.send_receive import SendReceiveBackend
@@ -191,7 +191,7 @@ def pod_of_two() -> Pod:
         plan = pod.plan(die)
         plan.app.alloc("data", 4096)
         plan_link_probe(plan)
-        plan_channels(plan, 1.0)
+        plan_channels(plan, channel_layout(), 1)
     pod.materialise()
     return pod
 
@@ -228,7 +228,7 @@ async def a_dummy_payload(patch: Patch) -> None:
 async def a_kernel_that_receives(patch: Patch) -> None:
     pod = pod_of_two()
     patch.setattr(PointToPoint, "receive_pieces", fails)
-    backend = SendReceiveBackend(Channels(pod, 1.0), 10**9)
+    backend = SendReceiveBackend(Channels(pod, channel_layout()), 10**9)
     await pod.clock.spawn(backend.move([Copy(span_of(pod, 0), span_of(pod, 1), 64)], "KV"))
 
 

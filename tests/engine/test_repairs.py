@@ -286,8 +286,8 @@ MOVING: list[tuple[str, tuple[str, ...], int, str]] = [
     ("pd", (*PD, "transfer=layer"), 1, "kv/1/latent"),
     ("pd", PD, 2, "kv/1/latent"),
     ("pd", (*PD, "transfer=layer", "transfer_over=send-receive"), 3, "kv/1/latent"),
-    ("pd", (*PD, "transfer_over=send-receive"), 0, "kv/0.rings"),
-    ("pd", (*PD, "transfer_over=send-receive"), 2, "kv/0.rings"),
+    ("pd", (*PD, "transfer_over=send-receive"), 0, "kv.rings"),
+    ("pd", (*PD, "transfer_over=send-receive"), 2, "kv.rings"),
 ]
 
 

@@ -1,7 +1,11 @@
-"""KV from prefill to decode by XCCL's send and receive: the same bits, named errors, nothing left behind."""
+"""KV from prefill to decode by XCCL's send and receive: the same bits, named errors, nothing left behind.
+
+Through rings, or from where it lies.
+"""
 
 import asyncio
-from typing import Any
+from contextlib import suppress
+from typing import Any, Literal
 
 import pytest
 
@@ -9,9 +13,11 @@ from tests.engine.links import MANY, ONE_EACH, PARAMS, PROMPTS, TWO_BY_TWO, WAYS
 from tests.engine.remains import check_nothing_is_left, settled
 from tests.tools import one_die
 from xdeepserve import LLM
-from xdeepserve.comm.distflow.channels import NUM_CHANNELS, Channels, plan_channels
+from xdeepserve.comm.distflow.channels import Channel, Channels, channel_layout, plan_channels
 from xdeepserve.comm.distflow.send_receive import SendReceiveBackend
-from xdeepserve.comm.p2p.layout import RING_FIELD, RingField
+from xdeepserve.comm.p2p.layout import RING_FIELD, RingField, RingLayout
+from xdeepserve.engine.deploy.fitting import fit
+from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.dp.events import Event, StepEnded
 from xdeepserve.engine.dp.group import TransferEnded
 from xdeepserve.engine.job.links import PDLink
@@ -19,9 +25,10 @@ from xdeepserve.errors import DeadlineError, DeploymentError, FieldError, Protoc
 from xdeepserve.hw.engines import Copy
 from xdeepserve.hw.pod import Pod
 from xdeepserve.llm import digest
-from xdeepserve.model.presets import TinyCheckpoint
+from xdeepserve.model.presets import TinyCheckpoint, resolve_model
 
 OVER = "transfer_over=send-receive"
+BOTH = (OVER, "transfer_over=zero-copy")
 
 
 @pytest.fixture(scope="module", params=["int8", "fp32"])
@@ -35,20 +42,19 @@ def channels_of(llm: LLM) -> Channels:
     return found
 
 
-def fields(llm: LLM, die: int, part: str) -> list[RingField]:
+def fields(llm: LLM, die: int, part: Literal["tails", "acks"]) -> list[RingField]:
     """Those of all channels of a die that say something."""
-    memory = llm.engine.plan.pod.memory(die)
-    regions = [memory.metadata.regions[f"kv/{number}.{part}"] for number in range(NUM_CHANNELS)]
-    found = [RingField.unpack_all(memory.read(region.offset, region.nbytes)) for region in regions]
-    return [field for each in found for field in each if field.event_id]
+    return [field for field in channels_of(llm).fields(die, part) if field.event_id]
 
 
 @pytest.mark.thin(5)
 @pytest.mark.parametrize("transfer", WAYS)
 @pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("over", BOTH)
 def test_bits_are_those_of_one_die(
     tiny: TinyCheckpoint,
     expected: tuple[str, str],
+    over: str,
     tp: int,
     transfer: str,
 ) -> None:
@@ -56,7 +62,7 @@ def test_bits_are_those_of_one_die(
     precision, wanted = expected
     shape = [f"prefill.dies={tp}", f"prefill.tp={tp}", "decode.dies=2", "max_model_len=128"]
     for blocks in (32, 8):
-        settings = [*shape, f"cache.num_blocks={blocks}", OVER, f"transfer={transfer}"]
+        settings = [*shape, f"cache.num_blocks={blocks}", over, f"transfer={transfer}"]
         with LLM(tiny, "pd", precision, overrides=settings) as llm:
             assert digest(llm.generate(PROMPTS, PARAMS, keep_logits=True)) == wanted
             llm.run(settled(llm.engine))
@@ -92,17 +98,16 @@ def corrupt(link: PDLink, part: str, lie: dict[str, int]) -> list[int]:
     te = link.tes[1 if part == "tails" else 0]
     for die in (die for group in te.groups for die in group.dies):
         memory = pod.memory(die.index)
-        for number in range(NUM_CHANNELS):
-            region = memory.metadata.regions[f"kv/{number}.{part}"]
+        region = memory.metadata.regions[f"kv.{part}"]
 
-            def on_write(offset: int, nbytes: int, memory: Any = memory) -> None:
-                raw = memory.buffer[offset : offset + RING_FIELD.size]
-                field = RingField(*RING_FIELD.unpack(raw))
-                if field.event_id and not hit:
-                    hit.append(offset)
-                    raw[:] = RING_FIELD.pack(*field._replace(**lie))
+        def on_write(offset: int, nbytes: int, memory: Any = memory) -> None:
+            raw = memory.buffer[offset : offset + RING_FIELD.size]
+            field = RingField(*RING_FIELD.unpack(raw))
+            if field.event_id and not hit:
+                hit.append(offset)
+                raw[:] = RING_FIELD.pack(*field._replace(**lie))
 
-            memory.watch(region.offset, region.nbytes, on_write)
+        memory.watch(region.offset, region.nbytes, on_write)
     return hit
 
 
@@ -163,6 +168,30 @@ def test_a_field_that_lies_is_a_named_error_of_its_request_alone(
         check_nothing_is_left(llm.engine)
 
 
+@pytest.mark.parametrize("transfer", WAYS)
+def test_blocks_are_not_taken_from_another_place_than_was_agreed(tiny: TinyCheckpoint, transfer: str) -> None:
+    """Zero copy: a field whose offset is not that of the handshake is an error, and nothing is read."""
+    with LLM(tiny, "pd", overrides=[*ONE_EACH, BOTH[1], f"transfer={transfer}"]) as llm:
+        wanted = digest(llm.generate(PROMPTS, PARAMS, keep_logits=True))
+        ended: list[Any] = []
+
+        def see(event: Event | StepEnded) -> None:
+            if isinstance(event, TransferEnded) and event.completion.error is not None:
+                ended.append(event.completion.error)
+
+        llm.engine.observe(see)
+        (link,) = llm.engine.je.links
+        hit = corrupt(link, "tails", {"pointer": 0})
+        with suppress(TransferError):  # there is no other decode TE
+            llm.generate([[9] * 40], PARAMS)
+        assert hit
+        first = next(error for error in ended if isinstance(error, FieldError))
+        assert (first.op, first.field, first.seen) == ("receive", "tail pointer, core 0", 0)
+        llm.run(settled(llm.engine))
+        check_nothing_is_left(llm.engine)
+        assert digest(llm.generate(PROMPTS, PARAMS, keep_logits=True)) == wanted
+
+
 @pytest.mark.thin(3)
 @pytest.mark.parametrize("transfer", WAYS)
 @pytest.mark.parametrize("part", ["tails", "acks"])
@@ -186,8 +215,11 @@ def test_with_two_decode_tes_the_request_goes_to_the_other(
         check_nothing_is_left(llm.engine)
 
 
-def test_a_request_that_is_aborted_while_its_blocks_are_sent_leaves_nothing(tiny: TinyCheckpoint) -> None:
-    with LLM(tiny, "pd", overrides=[*ONE_EACH, OVER]) as llm:
+@pytest.mark.parametrize("over", BOTH)
+def test_a_request_that_is_aborted_while_its_blocks_are_sent_leaves_nothing(
+    tiny: TinyCheckpoint, over: str
+) -> None:
+    with LLM(tiny, "pd", overrides=[*ONE_EACH, over]) as llm:
 
         async def main(after_ns: int) -> None:
             engine = llm.engine
@@ -207,18 +239,18 @@ def test_a_request_that_is_aborted_while_its_blocks_are_sent_leaves_nothing(tiny
 # ---- one clock --------------------------------------------------------------------------------------
 
 
-def time_of(pieces: list[int], weight: int) -> tuple[int, int]:
+def time_of(pieces: list[int], layout: RingLayout) -> tuple[int, int]:
     """Two transfers of these pieces between dies of two servers, each byte standing for so many: ns of
     each.
     """
 
     async def main() -> tuple[int, int]:
-        pod, dies = Pod(), (0, 16)
+        pod, dies, weight = Pod(), (0, 16), int(layout.weight)
         for die in dies:
-            plan_channels(pod.plan(die), weight)
+            plan_channels(pod.plan(die), layout, 1)
             pod.plan(die).app.alloc("kv", sum(pieces) // weight)
         pod.materialise()
-        backend = SendReceiveBackend(Channels(pod, weight), 10**9)
+        backend = SendReceiveBackend(Channels(pod, layout), 10**9)
         src, dst = (pod.memory(die).app.regions["kv"].address for die in dies)
         at = [sum(pieces[:i]) // weight for i in range(len(pieces))]
         copies = [
@@ -236,14 +268,17 @@ def time_of(pieces: list[int], weight: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("pieces", [[512], [8192], [8192 * 3 + 512], [4096, 512] * 700, [1 << 20] * 5])
-def test_a_run_that_only_takes_time_bills_it_the_same(pieces: list[int]) -> None:
+@pytest.mark.parametrize("has_rings", [True, False])
+def test_a_run_that_only_takes_time_bills_it_the_same(pieces: list[int], has_rings: bool) -> None:
     """A message takes as long where there are few bytes, each of which stands for 16, and none moves."""
-    assert time_of(pieces, 16) == time_of(pieces, 1)
+    few, all_of_them = (channel_layout(weight, has_rings) for weight in (16.0, 1.0))
+    assert time_of(pieces, few) == time_of(pieces, all_of_them)
 
 
 @pytest.mark.parametrize("transfer", WAYS)
-def test_a_run_that_only_takes_time_sends_and_receives(transfer: str) -> None:
-    settings = [*ONE_EACH, OVER, f"transfer={transfer}"]
+@pytest.mark.parametrize("over", BOTH)
+def test_a_run_that_only_takes_time_sends_and_receives(over: str, transfer: str) -> None:
+    settings = [*ONE_EACH, over, f"transfer={transfer}"]
     with LLM("tiny-random", "pd", overrides=settings, timing_only=True) as llm:
         outputs = llm.generate(PROMPTS, PARAMS)
         assert [len(output.outputs[0].token_ids) for output in outputs] == [8] * len(PROMPTS)
@@ -255,10 +290,21 @@ def test_a_run_that_only_takes_time_sends_and_receives(transfer: str) -> None:
 # ---- channels ---------------------------------------------------------------------------------------
 
 
-def test_channels_are_given_in_order_and_nobody_waits_for_ever() -> None:
+def channels_between(*dies: int, num_peers: int) -> Channels:
+    """Channels of a pod whose dies have places for so many pairs."""
+    pod, layout = Pod(), channel_layout()
+    for die in dies:
+        plan_channels(pod.plan(die), layout, num_peers)
+    pod.materialise()
+    return Channels(pod, layout)
+
+
+def test_each_pair_has_a_ring_and_its_messages_take_turns() -> None:
+    """Messages of other pairs do not wait, and fields of one pair are not those of another."""
+
     async def main() -> None:
-        pod = Pod()
-        channels, clock, order = Channels(pod), pod.clock, list[str]()
+        channels, order = channels_between(0, 1, 8, 9, num_peers=2), list[str]()
+        clock = channels.pod.clock
 
         async def hold(name: str, src: int, dst: int, ns: int) -> None:
             channel = await channels.take(src, dst, 1_000_000)
@@ -266,12 +312,37 @@ def test_channels_are_given_in_order_and_nobody_waits_for_ever() -> None:
             await clock.sleep(ns)
             channels.give_back(channel)
 
-        asks = [("a", 0, 9, 100), ("b", 0, 9, 300), ("c", 0, 9, 10), ("d", 0, 8, 10), ("e", 1, 7, 10)]
+        asks = [("a", 0, 9, 100), ("b", 0, 9, 10), ("c", 0, 8, 10), ("d", 1, 9, 10), ("e", 1, 8, 10)]
+        for each in [clock.spawn(hold(*each)) for each in asks]:
+            await each
+        assert order == ["a", "c", "d", "e", "b"]
+        assert sorted(channels.places) == [0, 1, 8, 9]
+        assert all(sorted(places.values()) == [0, 1] for places in channels.places.values())
+        channels.check_integrity()
+
+    asyncio.run(main())
+
+
+def test_channels_are_given_in_order_and_nobody_waits_for_ever() -> None:
+    """With a place for one pair on each die: an idle pair gives way, and one in use is waited for."""
+
+    async def main() -> None:
+        channels, order = channels_between(0, 1, 7, 8, 9, num_peers=1), list[str]()
+        pod, clock = channels.pod, channels.pod.clock
+
+        async def hold(name: str, src: int, dst: int, ns: int) -> None:
+            channel = await channels.take(src, dst, 1_000_000)
+            order.append(name)
+            await clock.sleep(ns)
+            channels.give_back(channel)
+
+        asks = [("a", 0, 9, 100), ("b", 0, 8, 300), ("c", 1, 8, 10), ("d", 0, 8, 10), ("e", 1, 7, 10)]
         held = [clock.spawn(hold(*each)) for each in asks]
         for each in held:
             await each
-        assert order == ["a", "b", "e", "c", "d"]  # d might have gone at once, but for c, which came before
-        stuck = [clock.spawn(hold(name, 0, 9, 10**9)) for name in "xy"]
+        assert order == ["a", "b", "c", "d", "e"]  # c and e might have gone at once, but for b and c before
+        channels.check_integrity()
+        stuck = [clock.spawn(hold("x", 0, 9, 10**9))]
         with pytest.raises(DeadlineError, match="XCCL channel") as late:
             await clock.spawn(hold("z", 0, 9, 0))
         assert (late.value.rank, late.value.peer) == ("die 0", "die 9")
@@ -282,8 +353,14 @@ def test_channels_are_given_in_order_and_nobody_waits_for_ever() -> None:
             await each
         await asyncio.gather(given_up, return_exceptions=True)
         channels.check_integrity()
+        channels.forget([9])
+        assert not channels.places[0]
         await clock.spawn(channels.take(0, 9, 1))
         with pytest.raises(ProtocolError, match="XCCL channels"):
+            channels.check_integrity()
+        pod.memory(9).write(pod.memory(9).metadata.regions["kv.tails"].offset, b"\x05")
+        channels.give_back(Channel(0, 9))
+        with pytest.raises(ProtocolError, match="fields of die 9 say event 5, the last was 0"):
             channels.check_integrity()
 
     asyncio.run(main())
@@ -294,6 +371,8 @@ def test_what_cannot_be_is_refused() -> None:
         ("colocated", [], r"is for pods whose prefill has TEs of its own \(pd, transformerless, mixed\)"),
         ("pd", ["fabric=roce"], "goes over ub, not over fabric=roce"),
         ("pd", ["prefill.hardware=910b"], "goes over ub, which 910b prefill is not on"),
+        ("superpod", [], "goes over ub, which does not lead from prefill beside the SuperPod to decode"),
     ):
-        with pytest.raises(DeploymentError, match=reason):
-            LLM("tiny-random", deployment, overrides=[*settings, OVER])
+        for over in BOTH:
+            with pytest.raises(DeploymentError, match=reason):
+                fit(resolve(deployment, [*settings, over]), resolve_model("tiny-r1").config)

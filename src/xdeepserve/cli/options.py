@@ -146,7 +146,7 @@ def add_deployment(parser: Parser, *, takes_configs: bool = True) -> None:
         "--deployment",
         default="monolithic",
         metavar="D",
-        help=f"{', '.join(PRESETS)}, or a .toml file; default monolithic",
+        help=f"{PRESETS[0]} (default), {', '.join(PRESETS[1:])}, or a .toml",
     )
     option("--precision", default="int8", choices=("int8", "fp32"), help="default int8")
     option(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple, get_args
 
-from xdeepserve.engine.deploy.deployment import Exchange, Kind
+from xdeepserve.engine.deploy.deployment import Exchange, Kind, Over
 from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.deploy.roles import DEPLOYMENTS, has_expert_dies, sections
@@ -124,7 +124,7 @@ FEATURES = (
     Feature("steps planned ahead", ("execution.overlap=true",)),
     Feature("operator by operator", ("execution.mode=op",)),
     Feature("KV by layer", ("transfer=layer",)),
-    Feature("KV by send and receive", ("transfer_over=send-receive",)),
+    *(Feature(f"KV by {over.replace('-', ' ')}", (f"transfer_over={over}",)) for over in get_args(Over)[1:]),
     Feature("KV over RoCE", ("fabric=roce",)),
     Feature("prefill on Ascend 910B", ("prefill.hardware=910b",)),
     Feature("blocks in the host's memory", HOST),

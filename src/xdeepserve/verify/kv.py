@@ -72,7 +72,10 @@ def _sent_and_received(config: ModelConfig, dies: int) -> list[Case]:
             Case("pd", f"KV by layer, send and receive, prefill TP{tp}", (*prefill, layer)),
         ]
     two = ("prefill.count=2", "decode.count=2", *pair, over)
+    zero = (*pair, "transfer_over=zero-copy")
     rows += [
+        Case("pd", "KV by request, zero copy", zero),
+        Case("pd", "KV by layer, zero copy, few KV blocks", (*zero, layer, *few_blocks(config))),
         Case("pd", "KV by request, send and receive, 2 prefill and 2 decode TEs", two, crowded=True),
         Case("pd", "KV by layer, send and receive, few KV blocks", (*pair, over, layer, *few_blocks(config))),
     ]

@@ -182,8 +182,11 @@ def pods_of_papers(config: ModelConfig) -> list[Case]:
     With 256 routed experts a decode TE has all of the paper's dies.
     """
     num, eighth = config.n_routed_experts, config.n_routed_experts // 8
+    mixed = [Case("heterogeneous", "prefill on 910B and on CloudMatrix dies", (), crowded=True)]
+    if num:
+        mixed.append(Case("megascale", "attention on H20, experts on L40S", (), crowded=True))
     if num % 8 or not config.n_shared_experts:
-        return []
+        return mixed
     small = ("max_model_len=256", "cache.block_size=16", "cache.num_blocks=32")
     few = ("scheduler.max_num_seqs=8", "scheduler.max_num_batched_tokens=32")
     prefill = ("prefill.count=2", "prefill.dies=4", "prefill.tp=4", "prefill.max_num_batched_tokens=64")
@@ -196,7 +199,7 @@ def pods_of_papers(config: ModelConfig) -> list[Case]:
         "production": (f"decode.dies={num // 2}", held, *prefill, *decode),
         "cloudmatrix384": (*each, held, *prefill, *decode, *whole),
     }
-    return [
+    return mixed + [
         Case(name, f"on {num} routed experts", (*overrides, *small), crowded=True)
         for name, overrides in pods.items()
     ]

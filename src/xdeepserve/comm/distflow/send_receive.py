@@ -2,8 +2,11 @@
 
 Where the DMA backend has the destination pull, here two kernels work together: one on the source's die that
 gathers KV blocks and fills a ring of the destination, one there that empties it into KV blocks. Fields say
-how far each has come. All pieces between two dies go as one message; messages of a transfer between different
-dies (the ranks of a TP group) go side by side, and the transfer is over with the last of them.
+how far each has come. With zero copy the first kernel only tells where the blocks lie, and ends; the other
+takes them from there, and the source's host looks for the acknowledgement later.
+
+All pieces between two dies go as one message; messages of a transfer between different dies (the ranks of a
+TP group) go side by side, and the transfer is over with the last of them.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from xdeepserve.comm.distflow.channels import RECEIVER, SENDER, Channel, Channels
 from xdeepserve.comm.p2p.layout import MAX_MESSAGE
@@ -19,6 +22,7 @@ from xdeepserve.errors import GlitchError
 from xdeepserve.hw.engines import Copy
 from xdeepserve.hw.topology import Plane
 
+Kernel: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
 CORES = 8  # AIV cores of a kernel: with so many a message fills a die's UB port (XDS Figure 5)
 
 
@@ -42,10 +46,11 @@ class SendReceiveBackend:
 
     async def _send_all(self, copies: Sequence[Copy]) -> None:
         """Send all copies between two dies, message by message."""
-        weight = self.channels.layouts[0].weight
+        weight = self.channels.layout.weight
         for message in _messages(copies, int(MAX_MESSAGE / weight)):
             src, dst = message[0].src.node, message[0].dst.node
-            channel = await self.channels.take(src, dst, self.timeout_ns)
+            # Longer than a wait for a field: the message that hangs fails first, and the next one can go.
+            channel = await self.channels.take(src, dst, self.timeout_ns * 3 // 2)
             try:
                 while not await self._is_sent(channel, message):
                     pass  # a kernel of the two has failed, and what it had in the ring may be lost
@@ -66,7 +71,7 @@ class SendReceiveBackend:
         failures: list[Exception] = []
         kernels: list[asyncio.Task[None]] = []
 
-        async def run(kernel: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        async def run(kernel: Kernel) -> None:
             try:
                 await kernel()
             except Exception as error:
@@ -78,8 +83,18 @@ class SendReceiveBackend:
             sender, receiver, event_id = self.channels.open(channel, self.timeout_ns)
             gathered = [(copy.src.offset, copy.nbytes) for copy in copies]
             scattered = [(copy.dst.offset, copy.nbytes) for copy in copies]
-            send = partial(sender.send_pieces, gathered, RECEIVER, event_id, cores=CORES)
-            receive = partial(receiver.receive_pieces, scattered, SENDER, event_id, cores=CORES)
+
+            async def offer() -> None:
+                sending = await sender.offer_pieces(gathered, RECEIVER, event_id, cores=CORES)
+                await clock.until_ended(kernels[1])
+                if not failures and not await sending.look():
+                    await sending.run(sending.wait_for_ack)
+
+            send: Kernel = partial(sender.send_pieces, gathered, RECEIVER, event_id, cores=CORES)
+            receive: Kernel = partial(receiver.receive_pieces, scattered, SENDER, event_id, cores=CORES)
+            if not self.channels.layout.has_rings:
+                send = offer
+                receive = partial(receiver.take_pieces, scattered, gathered, SENDER, event_id, cores=CORES)
             kernels.append(dies[channel.src].spawn(run(send), "send"))
             kernels.append(dies[channel.dst].spawn(run(receive), "receive"))
             for kernel in kernels:

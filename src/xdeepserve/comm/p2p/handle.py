@@ -31,9 +31,9 @@ class By(TypedDict, total=False):
 class PointToPoint:
     """Send and receive of a rank with all the ranks of a group.
 
-    `layout.plan` must have been called on the plans of all `dies`. `timeout_ns` is how long, in virtual time,
-    a transfer waits for its peer each time. `on_step(op, step)` is called when a step of the paper's eight is
-    complete, for each chunk, for walkthroughs and fault tests.
+    `layout.plan` must have been called on the plans of all `dies`; `places` is as in `RingMemory`.
+    `timeout_ns` is how long, in virtual time, a transfer waits for its peer each time. `on_step(op, step)` is
+    called when a step of the paper's eight is complete, for each chunk, for walkthroughs and fault tests.
 
     Between two ranks, and in each direction, one transfer is under way at a time; with different peers there
     may be many. All arguments are checked before a byte moves: AddressError for a buffer that is outside the
@@ -50,6 +50,7 @@ class PointToPoint:
         layout: RingLayout,
         timeout_ns: int = 1_000_000_000,
         on_step: Observer | None = None,
+        places: Sequence[int] | None = None,
     ) -> None:
         check_rank(die.index, rank, dies)
         if layout.num_ranks != len(dies) or len(set(dies)) != len(dies):
@@ -63,7 +64,7 @@ class PointToPoint:
         self.die, self.rank, self.dies, self.layout = die, rank, tuple(dies), layout
         self.timeout_ns = integer("send and receive", "timeout_ns", timeout_ns)
         self.steps = Steps(die, on_step)
-        self.memory = RingMemory(die, rank, dies, layout)
+        self.memory = RingMemory(die, rank, dies, layout, places)
         self.sides = {
             op: {peer: PairEnd(table, op, rank, peer) for peer in range(len(dies)) if peer != rank}
             for op, table in (("send", SEND), ("receive", RECEIVE))
@@ -137,6 +138,30 @@ class PointToPoint:
         receiving = self._receive(self._checked_pieces("receive", pieces, peer, event_id, **by))
         await receiving.run(receiving.copy_all)
 
+    async def offer_pieces(
+        self, pieces: Sequence[tuple[int, int]], peer: int, event_id: int, **by: Unpack[By]
+    ) -> Sending:
+        """Send pieces without copying them or polling for the ack: `peer` takes them from where they lie.
+
+        They must not change before `await result.look()` says that the peer has them.
+        """
+        sending = self._send(self._checked_pieces("send", pieces, peer, event_id, **by), True)
+        await sending.run(sending.write)
+        return sending
+
+    async def take_pieces(
+        self,
+        pieces: Sequence[tuple[int, int]],
+        offered: Sequence[tuple[int, int]],
+        peer: int,
+        event_id: int,
+        **by: Unpack[By],
+    ) -> None:
+        """Receive bytes that `peer` offers where they lie: in pieces of its app area, told by a handshake."""
+        receiving = self._receive(self._checked_pieces("receive", pieces, peer, event_id, **by))
+        receiving.offered = Cargo(self.dies[peer], offered, self.layout.weight)
+        await receiving.run(receiving.copy_all)
+
     def reset(self, peer: int) -> None:
         """Forget failed or unfinished transfers with `peer`, which must do the same.
 
@@ -154,6 +179,8 @@ class PointToPoint:
 
     def _send(self, ask: Ask, zero_copy: bool) -> Sending:
         mode = Mode.ZERO_COPY if zero_copy else Mode.RING
+        if mode is Mode.RING and not self.layout.has_rings:
+            raise DeploymentError(f"ring layout '{self.layout.name}' has no rings: send with zero copy")
         return Sending(self.memory, self.steps, self.timeout_ns, self._begin("send", ask), ask, mode)
 
     def _receive(self, ask: Ask) -> Receiving:

@@ -13,7 +13,10 @@ chunk. Chunk i of a message goes through core i mod n, and into slot (position o
 num_slots; positions count a ring's chunks for ever. In a tail field, chunk ID is the number of chunks up to
 and with the last that this core has written, and pointer the ring position behind it; in an ack field, the
 same of what the receiver has taken out. In zero-copy mode there is one chunk, and pointer is where it lies in
-the sender's memory.
+the sender's memory; a message of pieces tells where the first one lies.
+
+A die may have several such sets of fields and rings, one behind the other in each region. A set is for one
+group of ranks, and its number on each die is its place there.
 """
 
 from __future__ import annotations
@@ -72,6 +75,7 @@ class RingLayout(msgspec.Struct, frozen=True):
     The geometry is by default that of the parameter table, `hw.spec`. `num_slots` bounds the bytes under way:
     a ring that is too small for the round trip slows a transfer down. In runs that only take time, each byte
     of the app area stands for `weight` bytes: messages have the usual fields and chunks, and rings are empty.
+    Without `has_rings` there are none either: all messages are zero copy.
     """
 
     num_ranks: int
@@ -80,6 +84,7 @@ class RingLayout(msgspec.Struct, frozen=True):
     num_slots: int = int(SPEC.ring_slots.value)
     name: str = "p2p"
     weight: float = 1.0
+    has_rings: bool = True
 
     def __post_init__(self) -> None:
         for field in ("num_ranks", "num_cores", "slot_nbytes", "num_slots"):
@@ -100,16 +105,20 @@ class RingLayout(msgspec.Struct, frozen=True):
         """Name of a region; part is tails, acks or rings."""
         return f"{self.name}.{part}"
 
-    def plan(self, memory: MemoryPlan) -> None:
-        """Reserve a rank's regions. Raises OutOfMemoryError if the metadata area cannot take the fields."""
+    def plan(self, memory: MemoryPlan, num_sets: int = 1) -> None:
+        """Reserve a rank's regions, for so many sets of fields and rings.
+
+        Raises OutOfMemoryError if the metadata area cannot take the fields.
+        """
         for part, nbytes in self.region_nbytes.items():
-            (memory.managed if part == "rings" else memory.metadata).alloc(self.region(part), nbytes)
+            area = memory.managed if part == "rings" else memory.metadata
+            area.alloc(self.region(part), num_sets * nbytes)
 
     @property
     def region_nbytes(self) -> dict[str, int]:
-        """Sizes of the regions (bytes), by part."""
+        """Sizes (bytes) of a set's share of the regions, by part."""
         fields = self.num_ranks * self.num_cores * RING_FIELD.size
-        rings = self.num_ranks * self.ring_nbytes if self.has_bytes else 0
+        rings = self.num_ranks * self.ring_nbytes if self.has_bytes and self.has_rings else 0
         return {"tails": fields, "acks": fields, "rings": rings}
 
     @property

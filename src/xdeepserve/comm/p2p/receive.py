@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from xdeepserve.comm.p2p.layout import Mode, RingField
-from xdeepserve.comm.p2p.message_end import Ask, MessageEnd, copies
+from xdeepserve.comm.p2p.message_end import Ask, Cargo, MessageEnd, copies
 from xdeepserve.comm.p2p.ring_memory import RingMemory
 from xdeepserve.comm.p2p.rules import Move, PairEnd, Progress
 from xdeepserve.comm.steps import Steps
@@ -27,6 +27,7 @@ class Receiving(MessageEnd):
         super().__init__(memory, steps, timeout_ns, side, ask)
         self.area = memory.tails
         self.mode, self.pointer = Mode.RING, 0
+        self.offered: Cargo | None = None  # pieces of the peer's app area, if a handshake has told them
         self.num_copied = 0
 
     async def copy_all(self) -> None:
@@ -90,7 +91,14 @@ class Receiving(MessageEnd):
         if field.mode not in (Mode.RING, Mode.ZERO_COPY):
             message = f"{where} says mode {field.mode}: there are 0 (ring) and 1 (zero copy)"
             raise self._error_in("mode", "0 or 1", field.mode, message)
-        if field.mode == Mode.ZERO_COPY:
+        if self.offered is not None:
+            if (field.mode, field.pointer) != (Mode.ZERO_COPY, self.offered.offset):
+                message = (
+                    f"{where} says mode {field.mode} and offset {field.pointer}, but zero copy of "
+                    f"pieces from {self.offered.offset} on was agreed"
+                )
+                raise self._error_in("pointer", self.offered.offset, field.pointer, message)
+        elif field.mode == Mode.ZERO_COPY:
             app = self.die.fabric.memories[self.memory.dies[self.peer]].app
             start, stop = field.pointer, field.pointer + field.nbytes
             if start < app.base or stop > app.end or start % ROW_ALIGNMENT:
@@ -133,22 +141,26 @@ class Receiving(MessageEnd):
 
     async def _take(self, acks: list[tuple[Address, bytes]]) -> None:
         """Zero copy: read the sender's app area, slot by slot for each core, and acknowledge at the end."""
-        step, src = self.layout.slot_nbytes * self.cores, Address(self.memory.dies[self.peer], self.pointer)
+        step, src, moves = self.layout.slot_nbytes * self.cores, self._source(), self.layout.has_bytes
         for at in range(0, max(self.nbytes, 1), step):
             nbytes = min(step, self.nbytes - at)
-            part = copies([(src.plus(at), nbytes)], self.cargo.part(at, nbytes))
+            part = copies(src.part(at, nbytes), self.cargo.part(at, nbytes))
             is_last = at + nbytes >= self.nbytes
             cores = max(1, nbytes / self.layout.slot_nbytes)
             if is_last:
-                await self.stream.copy(part, cores, acks, self._stored)
+                await self.stream.copy(part, cores, acks, self._stored, moves=moves)
             else:
-                await self.stream.copy(part, cores)
+                await self.stream.copy(part, cores, moves=moves)
+
+    def _source(self) -> Cargo:
+        """Return the pieces of the sender's app area that hold the message, for zero copy."""
+        whole = ((self.pointer, self.nbytes),)
+        return self.offered or Cargo(self.memory.dies[self.peer], whole, self.layout.weight)
 
     def _pieces(self, first: int, stop: int) -> list[Copy]:
         """List the copies of chunks [first, stop) from ring or sender to the app area."""
         if self.mode is Mode.ZERO_COPY:
-            src = Address(self.memory.dies[self.peer], self.pointer)
-            return copies([(src, self.nbytes)], self.cargo.part(0, self.nbytes))
+            return copies(self._source().part(0, self.nbytes), self.cargo.part(0, self.nbytes))
         start = first * self.layout.slot_nbytes
         nbytes = min(stop * self.layout.slot_nbytes, self.nbytes) - start
         ring = self.memory.rings.address

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Literal, TypeAlias
-
-import numpy as np
 
 from xdeepserve.comm.p2p.layout import RING_FIELD, RingField, RingLayout
 from xdeepserve.errors import DeploymentError
 from xdeepserve.hw.die import Die
-from xdeepserve.hw.memory import Address
+from xdeepserve.hw.memory import Address, Region
 
 PairOp: TypeAlias = Literal["send", "receive"]
 
@@ -18,21 +17,23 @@ PairOp: TypeAlias = Literal["send", "receive"]
 class RingMemory:
     """Memory of send and receive, as a rank sees it.
 
-    `layout.plan` must have been called on the plans of all `dies`. `in_use` has the offset and size of the
-    app area's buffers of transfers under way, by operation and peer.
+    `layout.plan` must have been called on the plans of all `dies`; `places` has the number of the group's set
+    of fields and rings on each, unless each has one. `in_use` has the offset and size of the app area's
+    buffers of transfers under way, by operation and peer.
     """
 
-    def __init__(self, die: Die, rank: int, dies: Sequence[int], layout: RingLayout) -> None:
+    def __init__(
+        self, die: Die, rank: int, dies: Sequence[int], layout: RingLayout, places: Sequence[int] | None
+    ) -> None:
         self.die, self.rank, self.dies, self.layout = die, rank, tuple(dies), layout
-        memories, memory = die.fabric.memories, die.memory
-        self.rings = memory.managed.regions[layout.region("rings")]
-        self.tails = memory.metadata.regions[layout.region("tails")]
-        self.acks = memory.metadata.regions[layout.region("acks")]
-        self._check_peers()
-        nodes = np.asarray(dies, np.int64)
-        self.peer_rings = memories.offsets_of("managed", layout.region("rings"))[nodes].tolist()
-        self.peer_tails = memories.offsets_of("metadata", layout.region("tails"))[nodes].tolist()
-        self.peer_acks = memories.offsets_of("metadata", layout.region("acks"))[nodes].tolist()
+        rings, tails, acks = (
+            [self._find(peer, part, places[peer] if places else None) for peer in range(len(dies))]
+            for part in ("rings", "tails", "acks")
+        )
+        self.rings, self.tails, self.acks = rings[rank], tails[rank], acks[rank]
+        self.peer_rings, self.peer_tails, self.peer_acks = (
+            [region.offset for region in regions] for regions in (rings, tails, acks)
+        )
         self.in_use: dict[tuple[PairOp, int], tuple[int, int]] = {}
 
     def fields(self, area: int, peer: int, num_cores: int) -> list[RingField]:
@@ -70,18 +71,18 @@ class RingMemory:
     def _reader(self, peer: int) -> str:
         return f"send of rank {self.rank} to {peer}"
 
-    def _check_peers(self) -> None:
-        """Check the plans of all dies: they must have regions of this layout's sizes. Raises DeploymentError
-        if not."""
-        for peer, die in enumerate(self.dies):
-            memory = self.die.fabric.memories[die]
-            for part, nbytes in self.layout.region_nbytes.items():
-                area = memory.managed if part == "rings" else memory.metadata
-                region = area.regions.get(self.layout.region(part))
-                if region is None or region.nbytes != nbytes:
-                    found = "none" if region is None else f"{region.nbytes} bytes"
-                    raise DeploymentError(
-                        f"rank {self.rank} of ring layout '{self.layout.name}' needs {nbytes} bytes of "
-                        f"{part} on every die, but die {die} of rank {peer} has {found}: "
-                        "layouts must be equal"
-                    )
+    def _find(self, peer: int, part: str, place: int | None) -> Region:
+        """Return a part of the set on a rank's die. Raises DeploymentError if the die has no such region."""
+        die, nbytes = self.dies[peer], self.layout.region_nbytes[part]
+        memory = self.die.fabric.memories[die]
+        area = memory.managed if part == "rings" else memory.metadata
+        region = area.regions.get(self.layout.region(part))
+        sizes = (nbytes,) if place is None else range((place + 1) * nbytes, sys.maxsize)
+        if region is None or region.nbytes not in sizes:
+            found = "none" if region is None else f"{region.nbytes} bytes"
+            raise DeploymentError(
+                f"rank {self.rank} of ring layout '{self.layout.name}' needs {nbytes} bytes of "
+                f"{part} on every die, but die {die} of rank {peer} has {found}: "
+                "layouts must be equal"
+            )
+        return Region(area, region.name, region.start + (place or 0) * nbytes, nbytes)

@@ -57,7 +57,7 @@ Carrier = Literal[exchange_choices.Carrier, "rdma"]  # rdma: by network cards (M
 Combine = Literal["bf16", "int8"]
 Exchange = exchange_choices.Exchange
 PoolFabric = Literal["ub", "vpc"]
-Over = Literal["dma", "send-receive"]
+Over = Literal["dma", "send-receive", "zero-copy"]
 KVLoss = Literal["recompute", "fail"]
 Tools = Literal["auto", "off"] | ToolFormat
 Reasoning = Literal["auto", "off", "deepseek"]  # <think>
@@ -480,7 +480,8 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     ] = "bf16"
     transfer_over: Annotated[
         Over,
-        "on UB: decode's DMA engine pulls KV, or kernels of both sides send and receive it through rings",
+        "on UB: dma, decode's DMA engine pulls KV; send-receive, kernels of both sides send and receive it "
+        "through rings; zero-copy, they do so without rings: prefill's tells where KV lies and ends",
     ] = "dma"
     prefill_attention: Annotated[
         Attention,

@@ -13,7 +13,6 @@ from xdeepserve.engine.deploy.deployment import (
     Deployment,
     ExpertConfig,
     PipelineConfig,
-    Role,
     ServiceConfig,
 )
 from xdeepserve.engine.deploy.policies import ADMISSION, DISPATCH
@@ -90,6 +89,11 @@ def _places(d: Deployment, tes: Sequence[TEDies], reasons: list[str]) -> dict[st
         reasons.append(
             f"a SuperPod has {MAX_DIES} dies, this deployment needs {_total(tes)}: to have prefill beside "
             "it, set fabric=auto, roce or vpc, since UB does not leave the pod"
+        )
+    elif beside and d.transfer_over != "dma" and not names:
+        reasons.append(
+            f"transfer_over={d.transfer_over} goes over ub, which does not lead from prefill beside the "
+            "SuperPod to decode"
         )
     first_die, next_die = {}, 0
     for te in within + beside:
@@ -209,7 +213,7 @@ def size(
     return Sizes(
         place=_place(d, te, experts, first_die, num_domains, vacant),
         groups=_group_sizes(d, te, steps.max_part),
-        kv=_kv_sizes(d, steps.role, steps.max_model_len),
+        kv=_kv_sizes(d, te, steps.max_model_len),
         steps=steps,
         walk=walk,
         experts=experts,
@@ -340,8 +344,8 @@ def _group_sizes(d: Deployment, te: TEDies, max_part: int) -> GroupSizes:
     )
 
 
-def _kv_sizes(d: Deployment, role: Role, max_model_len: int) -> KVSizes:
-    num_blocks = d.cache.num_blocks
+def _kv_sizes(d: Deployment, te: TEDies, max_model_len: int) -> KVSizes:
+    num_blocks, role = d.cache.num_blocks, te.kind.role
     if num_blocks is None:
         num_blocks = -(-max(max_model_len, refusals.DEFAULT_MODEL_LEN) // d.cache.block_size)
     return KVSizes(
@@ -351,7 +355,8 @@ def _kv_sizes(d: Deployment, role: Role, max_model_len: int) -> KVSizes:
         num_host_blocks=d.cache.num_host_blocks,
         max_cache_keys=d.cache.max_keys,
         pools="all" if d.ems.decode_blocks else "nothing" if role == "decode" else "prompts",
-        has_channels=role != "both" and d.transfer_over == "send-receive",
+        over=d.transfer_over,
+        num_peers=te.num_peers,
         sends_layers=role == "prefill" and d.transfer == "layer",
     )
 

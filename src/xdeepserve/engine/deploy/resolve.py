@@ -15,9 +15,9 @@ from xdeepserve.engine.deploy.settings import nearest, settings
 from xdeepserve.errors import DeploymentError, meant
 from xdeepserve.reading import Document, Mistake, Place, mistakes, read, refused, toml_value, unknown_field
 
-# Kinds are fitted to any model; the pods of the papers have sizes of their own.
+# Kinds are fitted to any model; pods of the papers have sizes or hardware of their own.
 SELF_SIZING = tuple(kind for kind in DEPLOYMENTS if not is_listed(kind))
-OF_PAPERS = ("superpod", "dp288", "production", "cloudmatrix384")
+OF_PAPERS = ("superpod", "dp288", "production", "cloudmatrix384", "heterogeneous", "megascale")
 PRESETS = (*SELF_SIZING, *OF_PAPERS)
 # Texts `key=value`, mappings (of sections: nested, or with dotted keys), or one of either. Later ones win.
 Overrides: TypeAlias = str | Mapping[str, Any] | Iterable[str | Mapping[str, Any]]

@@ -183,7 +183,7 @@ def _has_910b(d: Deployment) -> bool:
 
 def _sends(d: Deployment) -> bool:
     """Whether kernels send and receive KV: they work on memory that both sides reach (xDeepServe 3.1)."""
-    return d.transfer_over == "send-receive"
+    return d.transfer_over != "dma"
 
 
 def _uses_cards(d: Deployment) -> bool:
@@ -257,17 +257,17 @@ EXCLUDED = (
     SettingRule(
         ("transfer_over", "fabric"),
         lambda d: _sends(d) and d.fabric not in ("auto", "ub"),
-        "transfer_over=send-receive goes over ub, not over fabric={d.fabric}",
+        "transfer_over={d.transfer_over} goes over ub, not over fabric={d.fabric}",
     ),
     SettingRule(
         ("transfer_over",),
         lambda d: _sends(d) and _has_910b(d),
-        "transfer_over=send-receive goes over ub, which 910b prefill is not on",
+        "transfer_over={d.transfer_over} goes over ub, which 910b prefill is not on",
     ),
     SettingRule(
         ("transfer_over",),
         lambda d: _sends(d) and off_ub(d),
-        "transfer_over=send-receive goes over ub, which does not lead to {off_ub}",
+        "transfer_over={d.transfer_over} goes over ub, which does not lead to {off_ub}",
     ),
     # Attention and experts that network cards join.
     SettingRule(

@@ -20,6 +20,7 @@ from xdeepserve.engine.deploy.deployment import (
     ExecutionConfig,
     Hardware,
     HealthConfig,
+    Over,
     RecoveryConfig,
     Role,
     ServiceConfig,
@@ -144,7 +145,8 @@ class KVSizes(msgspec.Struct, frozen=True, kw_only=True):
     num_host_blocks: int = 0
     max_cache_keys: int = 1024
     pools: Literal["prompts", "all", "nothing"] = "prompts"  # positions whose blocks go to a memory pool
-    has_channels: bool = False  # KV goes by XCCL's send and receive, through buffers on each die
+    over: Over = "dma"  # what carries blocks between prefill and decode on UB
+    num_peers: int = 0  # dies of DP groups to which it carries them, or from which
     sends_layers: bool = False  # KV of prompts leaves layer by layer, while later layers are computed
 
 

@@ -41,6 +41,7 @@ class TEDies(NamedTuple):
     num_shared_dies: int = 0  # with a copy of the shared expert for others, of their own or with attention
     devices: tuple[Device, Device] = ("cm384", "cm384")  # of attention, of experts on dies of their own
     room: ReplicaRoom = ReplicaRoom("experts.redundant_slots")
+    num_peers: int = 0  # dies of DP groups of the TEs between which and this one KV moves
 
     @property
     def num_holders(self) -> int:
@@ -86,6 +87,15 @@ class Teams:
 
     def tes(self) -> list[TEDies]:
         """Make all TEs, in the order of the rows that the deployment is made of."""
+        tes = self._tes()
+        total = {
+            role: sum(te.num_dies for te in tes if te.kind.role == role) for role in ("prefill", "decode")
+        }
+        peers = {"prefill": total["decode"], "decode": total["prefill"]}
+        return [te._replace(num_peers=peers.get(te.kind.role, 0)) for te in tes]
+
+    def _tes(self) -> list[TEDies]:
+        """Make all TEs, each by itself."""
         known = sections(self.d.kind)
         is_one = is_one_die(self.d.kind)
         has, own = ("is one die", set()) if is_one else (f"has {', '.join(sorted(known))}", known)

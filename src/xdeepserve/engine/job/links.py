@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from xdeepserve.comm.distflow import Backend, DistFlow, Endpoint, backend_between
-from xdeepserve.comm.distflow.channels import Channels
+from xdeepserve.comm.distflow.channels import Channels, channel_layout
 from xdeepserve.comm.distflow.link_probe import Verdict, probe
 from xdeepserve.comm.distflow.send_receive import SendReceiveBackend
 from xdeepserve.engine.deploy.deployment import Fabric, Over
@@ -42,7 +42,8 @@ class Carriage:
 
     def __init__(self, pod: Pod, fabric: Fabric = "ub", over: Over = "dma", kv_weight: float = 1.0) -> None:
         self._pod, self._fabric, self._kv_weight = pod, fabric, kv_weight
-        self.channels = Channels(pod, kv_weight) if over == "send-receive" else None
+        layout = channel_layout(kv_weight, has_rings=over == "send-receive")
+        self.channels = None if over == "dma" else Channels(pod, layout)
 
     def backend(self, prefill: TE, decode: TE, timeout_ns: int) -> Backend:
         """Make the backend for the link of two TEs. Raises HardwareError if nothing connects them."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from xdeepserve.comm.distflow.channels import plan_channels
+from xdeepserve.comm.distflow.channels import channel_layout, plan_channels
 from xdeepserve.comm.distflow.link_probe import plan_link_probe
 from xdeepserve.comm.services.layout import ServiceLayout
 from xdeepserve.engine.balance.reconfigure import ExpertStorage, Reconfiguration
@@ -93,9 +93,13 @@ class TEPlan:
 
     def _plan_links(self) -> None:
         """Reserve memory on the dies of prefill and decode TEs for links to TEs of the other role."""
-        for die in self.dies if self.sizes.kv.has_channels else ():
-            plan_channels(self.pod.plan(die), self.kv_weight)
-        for die in self.dies if self.sizes.place.role != "both" else ():
+        if self.sizes.place.role == "both":
+            return
+        kv = self.sizes.kv
+        layout = channel_layout(self.kv_weight, has_rings=kv.over == "send-receive")
+        for die in self.dies:
+            if kv.over != "dma":
+                plan_channels(self.pod.plan(die), layout, kv.num_peers)
             plan_link_probe(self.pod.plan(die))
 
     @property
