@@ -57,12 +57,12 @@ def test_all_that_is_fitted_is_listed_and_the_decode_rows_say_as_much_without_ea
     # The four values of Figure 23 agree with no line: without 2.28 times, which says least, that is 17 % off.
     far = {"CM Table 4", "CM Figure 23"}
     assert all(one["largest"] < (18 if one["table"] in far else 15) for one in left_out)
-    assert len(told["parameters"]) == 15
+    assert len(told["parameters"]) == 13
     assert {*told["parameters"]} - of_fits | {fits.COMM_RATIO} > fits.READ_OFF
     assert main(["bench", "papers", "--fits"]) == 0
     out = capsys.readouterr().out
-    assert "10 numbers are fitted to several" in out
-    assert "5 numbers are read off one" in out
+    assert "9 numbers are fitted to several" in out
+    assert "4 numbers are read off one" in out
     assert "CM Table 6" in out
     check_all("xdeepserve bench papers --fits", out)
 
