@@ -2,20 +2,24 @@
 
 from collections import defaultdict
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.timing.closed_forms import ClosedForms
-from xdeepserve.bench.papers import pipelines, superpod
+from xdeepserve.bench.papers import pipelines, production, superpod
 from xdeepserve.bench.report import Row, published
 from xdeepserve.comm.cost import OPS, CommCost
+from xdeepserve.engine.deploy.deployment import PipelineConfig, SchedulerConfig
+from xdeepserve.engine.deploy.resolve import resolve
+from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.hw.spec import Spec
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.planner.performance import Times
-from xdeepserve.prices.formula import EP320, SPLITS, LayerCost, Load
+from xdeepserve.prices.formula import EP320, SPLITS, LayerCost, Load, PrefillCost
 from xdeepserve.prices.profile import Demand, PodProfile
-from xdeepserve.prices.step_run import DecodeRun
+from xdeepserve.prices.step_run import DecodeRun, StepShare, one_step
 from xdeepserve.step.stage import Counts
 
 COST = LayerCost(resolve_model("deepseek-r1").config)
@@ -68,7 +72,9 @@ def test_table_4_within_the_bounds_of_its_fit(rows: dict[str, Row]) -> None:
 def test_rows_beyond_their_bound_say_so(rows: dict[str, Row], monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any("NOT KEPT" in row.note for row in rows.values())
     assert rows["cm.t4/throughput/batch=24"].note == "batch / TPOT"
-    monkeypatch.setattr(superpod, "PREDICTED_BOUND", 11)  # throughput of batch 112 is 11.8 % high with four rows
+    monkeypatch.setattr(
+        superpod, "PREDICTED_BOUND", 11
+    )  # throughput of batch 112 is 11.8 % high with four rows
     notes = {row.name: row.note for row in superpod.cloudmatrix()}
     assert notes["cm.t4/throughput/batch=112/fit=four"] == "batch / TPOT, bound of 11 % NOT KEPT"
     assert not notes["cm.t4/batch=112/fit=four"]
@@ -185,6 +191,26 @@ def test_ping_pong_takes_what_its_formula_says() -> None:
     assert gains[0] == pytest.approx(2)
     assert 1.1 < gains[1] < 1.4
     assert gains[2] == pytest.approx(1)
+
+
+@pytest.mark.parametrize("prompt", [1024, 4096])
+def test_prefill_takes_what_its_formula_says(prompt: int) -> None:
+    """Of CloudMatrix 4.1, with one microbatch and with two; but one layer of the run is dense."""
+    model, layers = resolve_model("deepseek-r1"), 13
+    model.config = msgspec.structs.replace(model.config, num_hidden_layers=layers, first_k_dense_replace=1)
+    cost, preset = PrefillCost(model.config, prompt=prompt), resolve("cloudmatrix384")
+    for microbatches in (1, 2):
+        te = msgspec.structs.replace(
+            production.prefill_te(preset),
+            mtp=0,
+            pipeline=PipelineConfig(
+                microbatches=microbatches, overlap="engines" if microbatches > 1 else None
+            ),
+            scheduler=SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=8 * cost.tokens),
+        )
+        prompts = [StepShare(0, prompt)] * (8 * cost.tokens // prompt)
+        run = one_step(model, te, lambda _, prompts=prompts: prompts, TimingConfig())  # type: ignore[misc]
+        assert run.iteration_ns == pytest.approx(layers * cost.layer_ns(microbatches > 1), rel=0.04)
 
 
 @pytest.mark.parametrize(("requests", "context"), [(64, 1536), (56, 2176), (48, 4224), (4, 4224)])

@@ -74,8 +74,8 @@ class ClosedForms(msgspec.Struct, frozen=True):
         return max(self.spec.hbm_ns(int8 + 2 * bf16), compute)
 
     def vectors_ns(self, rows: float, quantised: float, scaled: float, activated: float = 0) -> float:
-        """What passes through memory before and after GEMMs: inputs, BF16 to INT8, outputs, BF16, once there and
-        back, and SwiGLU's two inputs and one output, BF16."""
+        """What passes through memory before and after GEMMs: inputs, BF16 to INT8, outputs, BF16, once there
+        and back, and SwiGLU's two inputs and one output, BF16."""
         return self.spec.hbm_ns(rows * ((2 + 1) * quantised + (2 + 2) * scaled + (2 + 2 + 2) * activated))
 
     def down_vectors_ns(self, rows: float) -> float:

@@ -106,7 +106,9 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
         1.81, "ratio", "fitted: decode; imbalance of experts and waiting, on expert load and token copies"
     )
     pass_overhead: Param = Param(
-        0.53e-3, "s", "assumed: host and head of the main pass, and again of MTP's; decode rows do not tell it"
+        0.53e-3,
+        "s",
+        "assumed: host and head of the main pass, and again of MTP's; decode rows do not tell it",
     )
     gate: Param = Param(10e-6, "s", "assumed: routing of a microbatch's tokens")
 

@@ -64,7 +64,8 @@ EP320 = ExpertDies(320, 288, 32)  # CM 4.1: 256 routed and 32 redundant experts,
 
 @functools.lru_cache(maxsize=8)
 def expert_layer(config: ModelConfig, tp: int = 1) -> Layer:
-    """Make a layer with experts, one on each die, as shapes, in INT8; of a DP group by SP-TP-SP, a die's share."""
+    """Make a layer with experts, one on each die, as shapes, in INT8: a die's share in a DP group of `tp` dies
+    by SP-TP-SP."""
     shallow = msgspec.structs.replace(config, num_hidden_layers=config.first_k_dense_replace + 1)
     specs = Shard(0, tp, "sp-tp-sp").specs(weight_specs(shallow, "int8", 1, num_experts=1, num_mtp=0))
     return assemble(shallow, specs, packed_shapes(specs), is_packed=True).layers[-1]
@@ -152,8 +153,8 @@ class LayerCost(msgspec.Struct, frozen=True):
         return [self.routing_ns(rows, dies) + dispatch, experts, combine]
 
     def routing_ns(self, rows: float, dies: ExpertDies) -> float:
-        """Compute the time from gate to dispatch [ns]: with redundant experts load is counted, and replicas are
-        found."""
+        """Compute the time from gate to dispatch [ns]: with redundant experts load is counted, and replicas
+        are found."""
         has_replicas = dies.routed > self.config.n_routed_experts
         names = ("Gate", "Collect", "Route") if has_replicas else ("Gate",)
         return sum(self.stage_ns(name, Counts(rows)) for name in names)
@@ -198,7 +199,7 @@ class LayerCost(msgspec.Struct, frozen=True):
 
 
 class Halves(NamedTuple):
-    """A layer's attention and feed on a die, as parts in order: whether AIC cores are busy, and the time [ns]."""
+    """Attention and feed of a layer on a die: parts in order, by whether they take AIC cores, and time [ns]."""
 
     attention: list[tuple[bool, float]]
     feed: list[tuple[bool, float]]
@@ -239,7 +240,7 @@ class PrefillCost(msgspec.Struct, frozen=True):
         }
         group = CollectiveCost(tuple(range(TP)), self.spec, self.comm.topology)
         heads = ACTIVATION * tokens * model.heads * c.v_head_dim
-        meets = {
+        meets: dict[str, float] = {
             "all_gather": group.all_gather_ns(ACTIVATION * tokens * c.down_columns),
             "all_to_all": group.all_to_all_ns([[heads] * TP] * TP),
             **{op: self.comm.exchange_ns(op, EP, tokens, c.num_experts_per_tok, stretch) for op in OPS},

@@ -23,8 +23,9 @@ from xdeepserve.step.frame import Batch, Frame, KVCache, Model
 from xdeepserve.step.linear import Rows
 from xdeepserve.step.stage import Counts, Op
 
-# Bytes of an element that vector kernels read and write in memory: BF16 to INT8 by the token's scale before a GEMM; by
-# this scale after it, since cubes scale by channel and give BF16 (CM 4.5, Table 9); two BF16 to one in SwiGLU.
+# Bytes of an element that vector kernels read and write in memory: before a GEMM BF16 to INT8, by the token's
+# scale; after it, by this scale, because GEMMs scale by channel and give BF16 (CM 4.5, Table 9); and in
+# SwiGLU two BF16 to one.
 QUANTISED, SCALED, ACTIVATED = 3, 4, 6
 HALF_LAYER = Work(layers=0.5)  # the small kernels of a layer are billed with its first and last projection
 

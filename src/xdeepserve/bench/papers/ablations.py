@@ -168,10 +168,7 @@ MECHANISMS = (
     Mechanism(
         "cores of an operator meet",
         lambda: without(core_meeting=0),
-        DECODE
-        | PODS
-        | {"FusedDispatch", "A2E", "E2A", "crossing"}
-        | PREFILL,  # KV's port lets others meet
+        DECODE | PODS | {"FusedDispatch", "A2E", "E2A", "crossing"} | PREFILL,  # KV's port lets others meet
     ),
     Mechanism(
         "fields are posted and noted one by one",

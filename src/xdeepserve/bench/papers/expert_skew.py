@@ -92,7 +92,9 @@ def perfect_eplb(cost: PrefillCost | None = None) -> Iterator[Row]:
 
     Its loads are divided by those of the hottest dies, with loads as in xDeepServe's Figure 11a.
     """
-    even = msgspec.structs.replace(cost or PrefillCost(resolve_model(MODEL).config), evened=hottest_of_prefill())
+    even = msgspec.structs.replace(
+        cost or PrefillCost(resolve_model(MODEL).config), evened=hottest_of_prefill()
+    )
     yield Row("cm.t2/perfect EPLB", even.throughput(), "tok/s", "predicted")
 
 

@@ -150,8 +150,8 @@ def microbatches(cost: LayerCost | None = None) -> Iterator[Row]:
 
 
 def prefill(cost: PrefillCost | None = None) -> list[Row]:
-    """Compute CM Table 2 with EPLB as it serves, and the gain of microbatches (5.4.1, Figure 21) by the length of
-    prompts."""
+    """Compute CM Table 2 with EPLB as it serves, and the gain of microbatches (5.4.1, Figure 21) by the
+    length of prompts."""
     cost = cost or PrefillCost(resolve_model(MODEL).config)
     rows = [Row("cm.t2/default EPLB", cost.throughput(), "tok/s", "predicted")]
     for prompt in PROMPTS:
