@@ -64,8 +64,8 @@ EP320 = ExpertDies(320, 288, 32)  # CM 4.1: 256 routed and 32 redundant experts,
 
 @functools.lru_cache(maxsize=8)
 def expert_layer(config: ModelConfig, tp: int = 1) -> Layer:
-    """Make a layer with experts, one on each die, as shapes, in INT8: a die's share in a DP group of `tp` dies
-    by SP-TP-SP."""
+    """Make a layer with experts, one on each die, as shapes, in INT8: a die's share in a DP group of `tp`
+    dies by SP-TP-SP."""
     shallow = msgspec.structs.replace(config, num_hidden_layers=config.first_k_dense_replace + 1)
     specs = Shard(0, tp, "sp-tp-sp").specs(weight_specs(shallow, "int8", 1, num_experts=1, num_mtp=0))
     return assemble(shallow, specs, packed_shapes(specs), is_packed=True).layers[-1]
@@ -199,7 +199,7 @@ class LayerCost(msgspec.Struct, frozen=True):
 
 
 class Halves(NamedTuple):
-    """Attention and feed of a layer on a die: parts in order, by whether they take AIC cores, and time [ns]."""
+    """Attention and feed of a layer on a die: parts in order, whether they take AIC cores, and time [ns]."""
 
     attention: list[tuple[bool, float]]
     feed: list[tuple[bool, float]]
