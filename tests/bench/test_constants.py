@@ -30,7 +30,7 @@ def test_rows_move_with_what_they_are_made_of(found: dict[str, constants.Moves])
     assert {"core_meeting", "attention_cores"} <= moves("xds.a2e")
     assert {"small_kernels", "barrier_stretch", "hbm_bandwidth"} <= moves("cm.t4/batch=8")
     assert "scheduler_gap" in moves("xds.mtp.latency")
-    assert "prefill_efficiency" in moves("cm.t2/default EPLB") & moves("cm.mb.prefill/prompt=1024")
+    assert "barrier_stretch" in moves("cm.t2/default EPLB") & moves("cm.mb.prefill/prompt=1024")
     assert moves("ms.pp.m23/DBRX") == {"comm_ratio"}
 
 

@@ -55,12 +55,12 @@ def test_all_that_is_fitted_is_listed_and_the_decode_rows_say_as_much_without_ea
     # Table 6 is of operators that push, and without it only two times of operators that pull are left.
     assert all(one["median"] < (10 if one["table"] == "CM Table 6" else 8) for one in left_out)
     assert all(one["largest"] < (18 if one["table"] == "CM Table 4" else 15) for one in left_out)
-    assert len(told["parameters"]) == 14
+    assert len(told["parameters"]) == 12
     assert {*told["parameters"]} - of_fits | {fits.COMM_RATIO} > fits.READ_OFF
     assert main(["bench", "papers", "--fits"]) == 0
     out = capsys.readouterr().out
-    assert "9 numbers are fitted to several" in out
-    assert "5 numbers are read off one" in out
+    assert "8 numbers are fitted to several" in out
+    assert "4 numbers are read off one" in out
     assert "CM Table 6" in out
     check_all("xdeepserve bench papers --fits", out)
 

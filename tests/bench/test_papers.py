@@ -157,7 +157,7 @@ def test_a_skewed_layer_waits_for_its_hottest_die() -> None:
     assert load.mean() == pytest.approx(1)
     assert load.max() == pytest.approx(30)
     assert list(load) == sorted(load, reverse=True)
-    times = [expert_skew.layer_ns(hottest) for hottest in (1, 2, 10, 30)]
+    times = [expert_skew.layer_ns(hottest) for hottest in (1, 1.5, 10, 30)]
     assert times[0] == times[1] < times[2] < times[3]  # ordinary imbalance is billed in any case
     native, one = (expert_skew.hottest_over_mean(load, slots) for slots in (0, 1))
     assert native == pytest.approx(30, rel=0.001)
@@ -165,11 +165,12 @@ def test_a_skewed_layer_waits_for_its_hottest_die() -> None:
 
 
 def test_uneven_experts_slow_prefill_down_as_published() -> None:
-    """CM Table 2, from the skew that xDeepServe publishes; replicas leave some of it."""
-    (row,) = expert_skew.default_eplb()
-    perfect = paper_rows.prefill()[0]
-    assert row.value < 0.95 * perfect.value
-    assert abs(row.error_pct or 0.0) < 5
+    """CM Table 2, with nothing fitted to it: decode's unevenness, and without it by the skew that xDeepServe
+    publishes."""
+    (perfect,) = expert_skew.perfect_eplb()
+    default = paper_rows.prefill()[0]
+    assert default.value < 0.95 * perfect.value
+    assert all(row.kind == "predicted" and abs(row.error_pct or 0.0) < 10 for row in (default, perfect))
     assert expert_skew.hottest_of(np.ones(256), 32, 0, [0.0] * 32) == pytest.approx(1)
 
 

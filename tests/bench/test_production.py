@@ -68,13 +68,25 @@ def test_prompts_wait_at_a_load_and_less_with_prefixes_cached(tes: list[FleetTE]
 
 
 def test_a_prompt_alone_takes_as_long_as_in_the_engine(pod: Deployment, tes: list[FleetTE]) -> None:
-    """Here without launches, and there with them: three chunks of a prompt."""
+    """Here without launches, and there with them, and with the gaps between steps hidden: three chunks."""
     (served,) = Fleet(tes, "cost").run([TracedRequest(0, 10_000, 1, ())])
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
     with LLM(engine.with_layers(LAYERS), pod, timing_only=TimingConfig()) as llm:
         (output,) = llm.generate([[0] * 10_000], params)
     assert output.metrics is not None
-    assert served.ttft_ns == pytest.approx(output.metrics.ttft_ns, rel=0.05)
+    assert served.ttft_ns - 3 * tes[0].price.gap == pytest.approx(output.metrics.ttft_ns, rel=0.02)
+
+
+def test_a_prompt_alone_is_taken_apart(pod: Deployment, tes: list[FleetTE]) -> None:
+    """The parts are the steps' whole time, and a chunk takes more attention the later it is."""
+    model = engine.with_layers(LAYERS)
+    first, later = (production.parts_ms(model, pod, prompt) for prompt in (4096, 8192))
+    (served,) = Fleet(tes, "cost").run([TracedRequest(0, 8192, 1, ())])
+    gaps = 2 * tes[0].price.gap
+    assert sum(later.values()) == pytest.approx((served.ttft_ns - gaps) / 1e6, rel=0.01)
+    assert later["attention"] > 2.5 * first["attention"]
+    for name in ("projections", "collectives", "experts", "exchanges"):
+        assert later[name] == pytest.approx(2 * first[name], rel=0.05), name
 
 
 def test_rows_say_the_load_and_what_is_calibrated(pod: Deployment) -> None:

@@ -160,8 +160,10 @@ def test_a_decode_step_reads_less_of_the_projection() -> None:
             spent[size] = wiring.timelines[0][0].spent_ns
     rows = 16  # of two requests on each die
     whole = cost.linear_ns(rows, cost.output_projection, cost.absorbed(model.config.v_head_dim))
+    whole += cost.out_vectors_ns(rows)
     assert spent[1]["OProj"] == pytest.approx(6 * (whole + cost.small_kernels_ns() / 2), rel=1e-3)
     cut = cost.linear_ns(4 * rows, cost.output_projection / 4) + cost.small_kernels_ns() / 2
+    cut += cost.out_vectors_ns(4 * rows, 4)
     assert spent[4]["OProj"] == pytest.approx(6 * cut, rel=1e-3)
     assert spent[4]["OProj"] + spent[4]["HeadOutputs"] < spent[1]["OProj"]
     assert spent[4]["all-to-all"] > 0

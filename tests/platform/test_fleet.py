@@ -93,7 +93,7 @@ def test_hints_that_are_stale_cost_time_and_nothing_else() -> None:
 
 
 def test_prefill_and_decode_apart() -> None:
-    decode = StepPrice(2, PRICE.own, PRICE.feed, PRICE.per_context, PRICE.per_kv_token, PRICE.gap)
+    decode = StepPrice(2, PRICE.own, PRICE.feed, PRICE.attention, PRICE.gap)
     apart = FleetTE("apart", PRICE, LIMITS, (decode, LIMITS), transfer_ns=1000.0)
     (alone,) = Fleet([apart]).run([TracedRequest(0, 150, 5, ())])
     (both,) = fleet(1).run([TracedRequest(0, 150, 5, ())])

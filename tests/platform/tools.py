@@ -4,14 +4,13 @@ from xdeepserve.platform.made_traffic import MadeTraffic, made
 from xdeepserve.platform.step_te import StepLimits
 from xdeepserve.platform.traces import TracedRequest
 from xdeepserve.prices.curve import Curve
-from xdeepserve.prices.step_price import StepPrice
+from xdeepserve.prices.step_price import AttentionPrice, StepPrice
 
 PRICE = StepPrice(
     num_groups=2,
     own=Curve((1.0, 64.0), (1e6, 9e6)),
     feed=Curve((1.0, 8.0, 128.0), (0.5e6, 2e6, 4e6)),
-    per_context=300.0,
-    per_kv_token=400.0,
+    attention=AttentionPrice(absorbed=300.0, plain=300.0, per_earlier=0.0, per_kv_token=400.0),
     gap=2e6,
 )
 LIMITS = StepLimits(num_seqs=8, num_rows=64, num_positions=4096, block=16)

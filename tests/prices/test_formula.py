@@ -2,20 +2,24 @@
 
 from collections import defaultdict
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.timing.closed_forms import ClosedForms
-from xdeepserve.bench.papers import pipelines, superpod
+from xdeepserve.bench.papers import pipelines, production, superpod
 from xdeepserve.bench.report import Row, published
 from xdeepserve.comm.cost import OPS, CommCost
+from xdeepserve.engine.deploy.deployment import PipelineConfig, SchedulerConfig
+from xdeepserve.engine.deploy.resolve import resolve
+from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.hw.spec import Spec
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.planner.performance import Times
-from xdeepserve.prices.formula import EP320, SPLITS, LayerCost, Load
+from xdeepserve.prices.formula import EP320, SPLITS, LayerCost, Load, PrefillCost
 from xdeepserve.prices.profile import Demand, PodProfile
-from xdeepserve.prices.step_run import DecodeRun
+from xdeepserve.prices.step_run import DecodeRun, StepShare, one_step
 from xdeepserve.step.stage import Counts
 
 COST = LayerCost(resolve_model("deepseek-r1").config)
@@ -50,7 +54,8 @@ def test_stages_cost_what_is_written_down_by_hand(rows: int, context: int, cores
 
     assert price("MLA") == pytest.approx(FORMS.attention_ns(rows * context, rows * context, cores))
     assert price("Gate") == FORMS.gate_ns()
-    assert price("Experts") == pytest.approx(FORMS.mlp_ns(3 * rows, FORMS.expert, 2, cores))
+    vectors = FORMS.mlp_vectors_ns(3 * rows, COST.config.moe_intermediate_size, is_quantised=False)
+    assert price("Experts") == pytest.approx(FORMS.mlp_ns(3 * rows, FORMS.expert, 2, cores) + vectors)
     both = FORMS.projection_ns(rows, cores) + FORMS.small_kernels_ns()
     assert price("MLAProlog") + price("OProj") == pytest.approx(both, rel=0.01)
 
@@ -64,12 +69,15 @@ def test_table_4_within_the_bounds_of_its_fit(rows: dict[str, Row]) -> None:
     }
 
 
-def test_rows_beyond_their_bound_say_so(rows: dict[str, Row]) -> None:
-    """TPOT of batch 112 is 15.2 % low with four rows, and throughput, its reciprocal, 17.9 % high."""
-    noted = {name for name, row in rows.items() if "NOT KEPT" in row.note}
-    assert noted == {"cm.t4/throughput/batch=112/fit=four"}
-    assert rows["cm.t4/throughput/batch=112/fit=four"].note == "batch / TPOT, bound of 16 % NOT KEPT"
+def test_rows_beyond_their_bound_say_so(rows: dict[str, Row], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not any("NOT KEPT" in row.note for row in rows.values())
     assert rows["cm.t4/throughput/batch=24"].note == "batch / TPOT"
+    monkeypatch.setattr(
+        superpod, "PREDICTED_BOUND", 11
+    )  # throughput of batch 112 is 11.8 % high with four rows
+    notes = {row.name: row.note for row in superpod.cloudmatrix()}
+    assert notes["cm.t4/throughput/batch=112/fit=four"] == "batch / TPOT, bound of 11 % NOT KEPT"
+    assert not notes["cm.t4/batch=112/fit=four"]
 
 
 def test_simulated_table_4_within_the_bounds_of_the_formula(rows: dict[str, Row]) -> None:
@@ -112,7 +120,7 @@ def test_megascale_ping_pong(rows: dict[str, Row]) -> None:
 
 
 def test_fitted_parameters_say_so() -> None:
-    for name in ("small_kernels", "barrier_stretch", "pass_overhead", "core_meeting", "exchange_copy"):
+    for name in ("small_kernels", "barrier_stretch", "core_meeting", "exchange_copy"):
         assert getattr(Spec(), name).source.startswith("fitted")
 
 
@@ -185,6 +193,26 @@ def test_ping_pong_takes_what_its_formula_says() -> None:
     assert gains[2] == pytest.approx(1)
 
 
+@pytest.mark.parametrize("prompt", [1024, 4096])
+def test_prefill_takes_what_its_formula_says(prompt: int) -> None:
+    """Of CloudMatrix 4.1, with one microbatch and with two; but one layer of the run is dense."""
+    model, layers = resolve_model("deepseek-r1"), 13
+    model.config = msgspec.structs.replace(model.config, num_hidden_layers=layers, first_k_dense_replace=1)
+    cost, preset = PrefillCost(model.config, prompt=prompt), resolve("cloudmatrix384")
+    for microbatches in (1, 2):
+        te = msgspec.structs.replace(
+            production.prefill_te(preset),
+            mtp=0,
+            pipeline=PipelineConfig(
+                microbatches=microbatches, overlap="engines" if microbatches > 1 else None
+            ),
+            scheduler=SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=8 * cost.tokens),
+        )
+        prompts = [StepShare(0, prompt)] * (8 * cost.tokens // prompt)
+        run = one_step(model, te, lambda _, prompts=prompts: prompts, TimingConfig())  # type: ignore[misc]
+        assert run.iteration_ns == pytest.approx(layers * cost.layer_ns(microbatches > 1), rel=0.04)
+
+
 @pytest.mark.parametrize(("requests", "context"), [(64, 1536), (56, 2176), (48, 4224), (4, 4224)])
 def test_a_table_of_stages_is_the_formula_at_the_points_of_table_4(requests: int, context: int) -> None:
     """On as many dies as there are experts; between two of the table's points exchanges are nearly lines."""
@@ -199,7 +227,8 @@ def test_a_table_of_stages_is_the_formula_at_the_points_of_table_4(requests: int
     )
     formula["Gate"] = cost.stage_ns("Gate", Counts(requests))
     formula["Experts"] = cost.stage_ns("Experts", Counts(0, copies=copies, touched=1))
-    formula["SharedExpert"] = cost.stage_ns("Experts", Counts(0, copies=requests, touched=1))
+    quantised = FORMS.vectors_ns(requests, cost.config.hidden_size, 0)  # which a routed row has been already
+    formula["SharedExpert"] = cost.stage_ns("Experts", Counts(0, copies=requests, touched=1)) + quantised
     table = profile.stages(dies)
     assert {name: table[name](requests) for name in formula} == pytest.approx(formula, rel=0.002)
     assert table.keys() - formula.keys() == {"MLP", "Embed", "Norm", "Sample"}

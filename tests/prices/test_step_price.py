@@ -1,6 +1,7 @@
 """The price of a step beside the step itself, stage by stage, to 1 percent."""
 
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -50,16 +51,21 @@ def counts(price: StepPrice, shares_of: Shares, mtp: int) -> StepCounts:
     rows = [sum(rows for _, rows in group) for group in groups]
     context = [sum(rows * before + rows * (rows + 1) / 2 for before, rows in group) for group in groups]
     read = [sum(before + rows for before, rows in group) for group in groups]
-    most = max(
-        range(len(groups)), key=lambda g: max(price.per_context * context[g], price.per_kv_token * read[g])
-    )
+    most = max(range(len(groups)), key=lambda g: price.attention(rows[g], context[g], read[g]))
     return StepCounts(max(rows), sum(rows), context[most], read[most])
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"mtp": 1}, pytest.param({"tp": 4}, marks=pytest.mark.campaign)], ids=["dp", "mtp", "tp"]
+    "changes",
+    [
+        {},
+        {"mtp": 1},
+        {"prefill_attention": "unabsorbed"},
+        pytest.param({"tp": 4}, marks=pytest.mark.campaign),
+    ],
+    ids=["dp", "mtp", "unabsorbed", "tp"],
 )
-def test_a_step_costs_what_its_stages_do(changes: dict[str, int]) -> None:
+def test_a_step_costs_what_its_stages_do(changes: dict[str, Any]) -> None:
     deployment = msgspec.structs.replace(DEPLOYMENT, **changes)
     price = priced(model(), deployment)
     assert price.num_groups == (8 if "tp" in changes else 32)

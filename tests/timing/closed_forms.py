@@ -62,7 +62,9 @@ class ClosedForms(msgspec.Struct, frozen=True):
         c = self.config
         int8 = self.down_projection + (self.up_projection + self.output_projection) / tp
         bf16 = self.absorbed(c.qk_nope_head_dim + c.v_head_dim) / tp
-        return self.linear_ns(rows, int8, bf16, cores)
+        up = self.vectors_ns(rows, c.q_lora_rank or c.hidden_size, c.num_attention_heads * c.qk_head_dim / tp)
+        vectors = self.down_vectors_ns(rows) + up + self.out_vectors_ns(rows, tp)
+        return self.linear_ns(rows, int8, bf16, cores) + vectors
 
     def linear_ns(self, rows: float, int8: float, bf16: float = 0.0, cores: float = 24) -> float:
         """`rows` through so many INT8 and BF16 parameters, which are read once."""
@@ -70,6 +72,25 @@ class ClosedForms(msgspec.Struct, frozen=True):
             2.0 * bf16 * rows, "bf16", cores
         )
         return max(self.spec.hbm_ns(int8 + 2 * bf16), compute)
+
+    def vectors_ns(self, rows: float, quantised: float, scaled: float, activated: float = 0) -> float:
+        """What passes through memory before and after GEMMs: inputs, BF16 to INT8, outputs, BF16, once there
+        and back, and SwiGLU's two inputs and one output, BF16."""
+        return self.spec.hbm_ns(rows * ((2 + 1) * quantised + (2 + 2) * scaled + (2 + 2 + 2) * activated))
+
+    def down_vectors_ns(self, rows: float) -> float:
+        """Around wq_a and wkv_a, each of which has its inputs quantised."""
+        c = self.config
+        return self.vectors_ns(rows, 2 * c.hidden_size, self.down_projection / c.hidden_size)
+
+    def out_vectors_ns(self, rows: float, tp: int = 1) -> float:
+        c = self.config
+        return self.vectors_ns(rows, c.num_attention_heads * c.v_head_dim / tp, c.hidden_size)
+
+    def mlp_vectors_ns(self, rows: float, width: float, is_quantised: bool = True) -> float:
+        """Around an MLP's two GEMMs; rows for routed experts have come as INT8."""
+        h = self.config.hidden_size
+        return self.vectors_ns(rows, width + h * is_quantised, 2 * width + h, width)
 
     def small_kernels_ns(self) -> float:
         return 1e9 * self.spec.small_kernels.value

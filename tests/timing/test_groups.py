@@ -200,11 +200,14 @@ def test_a_die_takes_the_time_of_its_share(small_r1: Checkpoint, mode: TPMode) -
             projections = spent["MLAProlog"] + spent["OProj"] + spent.get("OProj inputs", 0)
             assert projections == pytest.approx(both, rel=1e-3)
             mlp = cost.mlp_ns(PROMPT, 3 * config.hidden_size * config.intermediate_size / tp)
+            mlp += cost.mlp_vectors_ns(PROMPT, config.intermediate_size / tp)
             assert spent["MLP"] + spent.get("MLP inputs", 0) == pytest.approx(3 * mlp, rel=1e-3)
         elif tp > 1:
             down = cost.linear_ns(rows, cost.down_projection) + cost.small_kernels_ns() / 2
+            down += cost.down_vectors_ns(rows)
             assert spent["DownProj"] == pytest.approx(LAYERS * down, rel=1e-3)
             out = cost.linear_ns(rows, cost.output_projection) + cost.small_kernels_ns() / 2
+            out += cost.out_vectors_ns(rows)
             assert spent["OProj"] == pytest.approx(LAYERS * out, rel=1e-3)
     assert times == sorted(times, reverse=True)
     assert times[0] > 2 * times[-1]

@@ -38,11 +38,12 @@ class Work(NamedTuple):
     passes: float = 0.0  # passes of the model, whose head and host part are billed with it
     kernels: float = 0.0  # small kernels besides, which are launched for themselves
     moved: float = 0.0  # bytes that small kernels read and write
+    between: float = 0.0  # bytes that vector kernels read and write before and after GEMMs, not beside them
 
     @property
     def nbytes(self) -> float:
         """Number of bytes read from HBM, or written."""
-        return self.weights + self.cache + self.moved
+        return self.weights + self.cache + self.moved + self.between
 
     def __add__(self, other: object) -> Work:
         assert isinstance(other, Work)
@@ -100,12 +101,14 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     gc_pause: Param = Param(100e-3, "s", "XDS 4.4: jitter can exceed 100 ms; here the collector's pause")
 
     # A decoder layer at full size: fitted to all 14 decode rows of CM Tables 3-4 and 5.4
-    small_kernels: Param = Param(113e-6, "s", "fitted: decode; norms, small kernels and sync of a layer")
+    small_kernels: Param = Param(102e-6, "s", "fitted: decode; norms, small kernels and sync of a layer")
     barrier_stretch: Param = Param(
-        2.03, "ratio", "fitted: decode; imbalance of experts and waiting, on expert load and token copies"
+        1.81, "ratio", "fitted: decode; imbalance of experts and waiting, on expert load and token copies"
     )
     pass_overhead: Param = Param(
-        0.53e-3, "s", "fitted, weakly: decode; host and head of the main pass, and again of MTP's"
+        0.53e-3,
+        "s",
+        "assumed: host and head of the main pass, and again of MTP's; decode rows do not tell it",
     )
     gate: Param = Param(10e-6, "s", "assumed: routing of a microbatch's tokens")
 
@@ -221,7 +224,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
             + work.kernels * self.kernel_overhead.value
         )
         compute = 1e9 * (int8 + bf16 + attention) / share
-        return 1e9 * fixed + max(compute, self.hbm_ns(work.nbytes))
+        between = self.hbm_ns(work.between)
+        return 1e9 * fixed + between + max(compute, self.hbm_ns(work.nbytes - work.between))
 
     def billed_copies(self, received: float, mean: float) -> float:
         """Number of token copies billed to a die's routed experts, given the `mean` of copies on each such

@@ -303,10 +303,7 @@ class StepTE:
                 contexts[group] += chunk * (task.before + (chunk + 1) / 2)
                 reads[group] += task.before + chunk
                 self._chunks.append((task, chunk))
-        per_context, per_read = self.price.per_context, self.price.per_kv_token
-        attention = [
-            max(per_context * context, per_read * read) for context, read in zip(contexts, reads, strict=True)
-        ]
+        attention = [*map(self.price.attention, rows, contexts, reads)]
         most = attention.index(max(attention))
         counts = StepCounts(max(rows), sum(rows), contexts[most], reads[most])
         return self.price(counts)

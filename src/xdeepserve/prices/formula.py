@@ -10,30 +10,32 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-from xdeepserve.comm.cost import OPS, CommCost, expected_maximum
+from xdeepserve.comm.collectives.cost import CollectiveCost
+from xdeepserve.comm.cost import ACTIVATION, OPS, CommCost, expected_maximum
 from xdeepserve.hw.hbm import side_by_side
-from xdeepserve.hw.spec import Param, Spec, Work
+from xdeepserve.hw.spec import Spec, Work
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.packing import packed_shapes
+from xdeepserve.model.sharding import Shard
 from xdeepserve.model.tensors import Layer
 from xdeepserve.model.weights import assemble, weight_specs
 from xdeepserve.step.frame import Model
 from xdeepserve.step.layer import Where, decoder_layer
 from xdeepserve.step.passes import pass_work
-from xdeepserve.step.stage import Counts, Program, stages
+from xdeepserve.step.shard import sp_tp_sp
+from xdeepserve.step.stage import Counts, Meet, Program, Stage, stages
 
 ACCEPTANCE = 0.7  # of drafts (CM 5.1)
 Tiles: TypeAlias = Literal["BSND", "BNSD"]
 SPLITS = (10, 12, 14, 16, 18)  # AIC cores that the attention stream may get of the two microbatch streams
 CHIP_TOKENS, PROMPT = 16384, 4096  # of prefill: on a chip, and of each prompt (CM Table 2)
 EP = 32  # dies of a prefill instance (CM 4.1)
-PREFILL_EFFICIENCY = Param(
-    0.556, "ratio", "fitted: CM Table 2, perfect EPLB: a layer's stages over its time with two microbatches"
-)
+TP = 8  # of these, in a DP group (CM 4.3.1: not published)
+WITH_REPLICAS = Where("among", has_shared=False, has_routes=True, collects=True)
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,16 +63,17 @@ EP320 = ExpertDies(320, 288, 32)  # CM 4.1: 256 routed and 32 redundant experts,
 
 
 @functools.lru_cache(maxsize=8)
-def expert_layer(config: ModelConfig) -> Layer:
-    """Make a layer with experts, one on each die, as shapes, in INT8."""
+def expert_layer(config: ModelConfig, tp: int = 1) -> Layer:
+    """Make a layer with experts, one on each die, as shapes, in INT8: a die's share in a DP group of `tp`
+    dies by SP-TP-SP."""
     shallow = msgspec.structs.replace(config, num_hidden_layers=config.first_k_dense_replace + 1)
-    specs = weight_specs(shallow, "int8", 1, num_experts=1, num_mtp=0)
+    specs = Shard(0, tp, "sp-tp-sp").specs(weight_specs(shallow, "int8", 1, num_experts=1, num_mtp=0))
     return assemble(shallow, specs, packed_shapes(specs), is_packed=True).layers[-1]
 
 
-def works_of(config: ModelConfig, program: Program, counts: Counts, unabsorbed: bool = False) -> list[Work]:
+def works_of(config: ModelConfig, program: Program, counts: Counts) -> list[Work]:
     """Compute the work of each stage of a layer's Program, on a die with all heads."""
-    model = Model(config, "int8", config.num_attention_heads, unabsorbed)
+    model = Model(config, "int8", config.num_attention_heads)
     return [stage.work(model, expert_layer(config), counts) for stage in stages(program)]
 
 
@@ -85,7 +88,7 @@ class LayerCost(msgspec.Struct, frozen=True):
 
     def stage_work(self, name: str, counts: Counts) -> Work:
         """Compute the work of a stage of a layer with experts."""
-        layer = decoder_layer(expert_layer(self.config), Where("among", has_shared=False))
+        layer = decoder_layer(expert_layer(self.config), WITH_REPLICAS)
         program = tuple(stage for stage in stages((*layer.attention, *layer.feed)) if stage.name == name)
         (work,) = works_of(self.config, program, counts)
         return work
@@ -142,12 +145,19 @@ class LayerCost(msgspec.Struct, frozen=True):
         return self.stage_work("Experts", Counts(0, copies=busiest, touched=1))
 
     def stream1_parts_ns(self, load: Load, dies: ExpertDies, cores: int | None = None) -> list[float]:
-        """Compute the times of the expert stream [ns]: gate and dispatch, experts, combine."""
+        """Compute the times of the expert stream [ns]: routing and dispatch, experts, combine."""
         rows, c = load.requests * load.rows, self.config
         copies = c.num_experts_per_tok + min(1, c.n_shared_experts)
         dispatch, combine = self.exchanges_ns(dies.total, rows, copies)
         experts = self.spec.stage_ns(self.experts_work(load, dies), cores)
-        return [self.stage_ns("Gate", Counts(rows)) + dispatch, experts, combine]
+        return [self.routing_ns(rows, dies) + dispatch, experts, combine]
+
+    def routing_ns(self, rows: float, dies: ExpertDies) -> float:
+        """Compute the time from gate to dispatch [ns]: with redundant experts load is counted, and replicas
+        are found."""
+        has_replicas = dies.routed > self.config.n_routed_experts
+        names = ("Gate", "Collect", "Route") if has_replicas else ("Gate",)
+        return sum(self.stage_ns(name, Counts(rows)) for name in names)
 
     def streams_ns(self, load: Load, dies: ExpertDies, cores: int) -> list[float]:
         """Compute the times of both streams [ns], the first with `cores` AIC cores. The streams swap
@@ -188,53 +198,104 @@ class LayerCost(msgspec.Struct, frozen=True):
         return num_layers * layer + self.pass_ns(load.requests * passes) + drafts
 
 
+class Halves(NamedTuple):
+    """Attention and feed of a layer on a die: parts in order, whether they take AIC cores, and time [ns]."""
+
+    attention: list[tuple[bool, float]]
+    feed: list[tuple[bool, float]]
+
+
 class PrefillCost(msgspec.Struct, frozen=True):
     """Cost of prefill in CloudMatrix (CM 4.3), on dies with half of CHIP_TOKENS each, of prompts of `prompt`
-    tokens.
+    tokens, in DP groups of TP dies that share them by SP-TP-SP.
 
-    Attention is not absorbed, as in runs with `prefill_attention=unabsorbed`: a prompt's keys and values are
-    made once, for all heads, so that each position costs a head N + R + V products and not 2 C + R. The costs
-    of vector work, collectives and launches are not published; `efficiency` stands for them, the share of the
-    layer's time that its stages alone would take. Without `hides` two microbatches go one after the other.
+    Nothing is fitted to prefill. Attention is not absorbed, as in runs with `prefill_attention=unabsorbed`: a
+    prompt's keys and values are made once, for all heads, so that each position costs a head N + R + V
+    products and not 2 C + R. Loads of experts are as uneven as in decode; `evened` divides that, as perfect
+    EPLB would. Without `hides` two microbatches go one after the other.
     """
 
     config: ModelConfig
-    efficiency: float = PREFILL_EFFICIENCY.value
     unabsorbed: bool = True
-    comm: CommCost = CommCost()
+    comm: CommCost = CommCost(way="push")
     spec: Spec = Spec()
     prompt: int = PROMPT
     hides: bool = True
+    evened: float = 1.0
 
     @property
     def tokens(self) -> int:
         """Number of tokens on a die."""
         return CHIP_TOKENS // self.comm.topology.dies_per_chip
 
-    def compute_ns(self) -> float:
-        """Compute the time of all stages of a layer with experts [ns], at their own efficiencies."""
-        c, tokens = self.config, self.tokens
+    def halves(self, tokens: int) -> Halves:
+        """Compute the parts of a layer with experts for `tokens` tokens on each die."""
+        c, shared, stretch = self.config, TP * tokens, self.spec.barrier_stretch.value / self.evened
+        layer, model = expert_layer(c, TP), Model(c, "int8", c.num_attention_heads // TP, self.unabsorbed)
         copies = tokens * c.num_experts_per_tok
-        counts = Counts(tokens, tokens * self.prompt / 2, tokens, copies, c.n_routed_experts / EP)
-        program = decoder_layer(expert_layer(c), Where("among"))
-        works = works_of(c, (*program.attention, *program.feed), counts, self.unabsorbed)
-        return sum(map(self.spec.stage_ns, works))
+        counts = {
+            "mine": Counts(tokens),
+            "all": Counts(shared, shared * self.prompt / 2, shared),
+            "received": Counts(copies, copies=max(1.0, stretch) * copies, touched=c.n_routed_experts / EP),
+        }
+        group = CollectiveCost(tuple(range(TP)), self.spec, self.comm.topology)
+        heads = ACTIVATION * tokens * model.heads * c.v_head_dim
+        meets: dict[str, float] = {
+            "all_gather": group.all_gather_ns(ACTIVATION * tokens * c.down_columns),
+            "all_to_all": group.all_to_all_ns([[heads] * TP] * TP),
+            **{op: self.comm.exchange_ns(op, EP, tokens, c.num_experts_per_tok, stretch) for op in OPS},
+        }
 
-    def exchanges_ns(self) -> float:
-        """Compute the time of dispatch and combine [ns]."""
-        copies = self.config.num_experts_per_tok
-        return sum(self.comm.exchange_ns(op, EP, self.tokens, copies) for op in OPS)
+        def part(item: Stage | Meet) -> tuple[bool, float]:
+            if isinstance(item, Meet):
+                return False, meets[item.op]
+            return item.core == "aic", self.spec.stage_ns(item.work(model, layer, counts[item.rows]))
+
+        program = sp_tp_sp(decoder_layer(layer, Where("among")))
+        return Halves([*map(part, program.attention)], [*map(part, program.feed)])
 
     def layer_ns(self, microbatches: bool = True) -> float:
-        """Compute a layer [ns]. Two microbatches hide the shorter of computing and exchanging behind the
-        other (CM 4.3.2)."""
-        parts = self.compute_ns() / self.efficiency, self.exchanges_ns()
-        return max(parts) if microbatches and self.hides else sum(parts)
+        """Compute a layer [ns]; two microbatches take turns at the AIC cores (CM 4.3.2)."""
+        if microbatches and self.hides:
+            layers = self.config.num_hidden_layers
+            return overlapped_ns(self.halves(self.tokens // 2), layers) / layers
+        whole = self.halves(self.tokens)
+        return sum(ns for _, ns in (*whole.attention, *whole.feed))
 
     def batch_ns(self, microbatches: bool = True) -> float:
         """Compute the time [ns] from a chip's prompt tokens to the first new ones."""
         return self.config.num_hidden_layers * self.layer_ns(microbatches)
 
     def throughput(self, microbatches: bool = True) -> float:
-        """Compute the prompt tokens per second of a chip."""
+        """Compute tokens per second of a chip."""
         return CHIP_TOKENS / self.batch_ns(microbatches) * 1e9
+
+
+def overlapped_ns(halves: Halves, layers: int) -> float:
+    """Compute the time [ns] of some layers of two microbatches of one die that overlap by engines.
+
+    As in `engine/walk/schedule.py`: the AIC cores take kernels in the order in which these come, and the
+    attention halves of both microbatches take turns.
+    """
+    parts, last = [*halves.attention, *halves.feed], len(halves.attention) - 1
+    done, ready, cores_free = [0, 0], [0.0, 0.0], 0.0
+    ends = [0.0]  # of attention, by turn: the first microbatch's in a layer, then the second one's
+
+    def starts(m: int) -> float:
+        layer, at = divmod(done[m], len(parts))
+        turn = 2 * layer + m
+        if layer == layers or (at == 0 and turn >= len(ends)):
+            return math.inf
+        start = max(ready[m], 0.0 if at else ends[turn])
+        return max(start, cores_free) if parts[at][0] else start
+
+    while min(done) < layers * len(parts):
+        m = min((0, 1), key=starts)
+        at, start = done[m] % len(parts), starts(m)
+        is_aic, ns = parts[at]
+        ready[m] = start + ns
+        cores_free = ready[m] if is_aic else cores_free
+        done[m] += 1
+        if at == last:
+            ends.append(ready[m])
+    return max(ready)

@@ -37,6 +37,7 @@ ROWS = (
 SAMPLE = 4  # groups that stand for all where all have equally many rows, one for each expert at least
 ATTENTION = ("MLA", "GQA")
 LONG, MAX_OFF = 4096, 0.01
+FEW, MANY = 64, 1024  # rows to whose attention it is best absorbed, and best plain, after LONG positions
 LEAST_ROWS = 16  # of a step, to see a line in
 
 
@@ -55,19 +56,33 @@ class StepCounts(NamedTuple):
     kv_tokens: float
 
 
+class AttentionPrice(msgspec.Struct, frozen=True):
+    """Prices of attention in a step's layers, in ns: of an attended position, absorbed or plain; of a cached
+    position, whose keys and values plain attention makes anew; and of one that is read."""
+
+    absorbed: float
+    plain: float
+    per_earlier: float
+    per_kv_token: float
+
+    def __call__(self, rows: float, context: float, kv_tokens: float) -> float:
+        """Price attention, absorbed where that is less, or as the time to read its KV if that is more."""
+        plain = self.plain * context + self.per_earlier * max(0.0, kv_tokens - rows)
+        return max(min(self.absorbed * context, plain), self.per_kv_token * kv_tokens)
+
+
 class StepPrice(msgspec.Struct, frozen=True):
     """Prices of steps on a kind of TE, in ns."""
 
     num_groups: int
     own: Curve  # by rows of the fullest group
     feed: Curve  # by rows of all
-    per_context: float
-    per_kv_token: float
+    attention: AttentionPrice
     gap: float
 
     def __call__(self, counts: StepCounts) -> float:
         """Price a step, with the scheduler's gap after it, in ns."""
-        attention = max(self.per_context * counts.context, self.per_kv_token * counts.kv_tokens)
+        attention = self.attention(counts.fullest, counts.context, counts.kv_tokens)
         return self.gap + self.own(counts.fullest) + self.feed(counts.rows) + attention
 
 
@@ -104,9 +119,9 @@ def priced(
     own = [run.iteration_ns - run.spent(*ATTENTION) - _feed(run) for run in full]
     sparse = [runs[count, 1].iteration_ns - runs[count, 1].spent(*ATTENTION) - own[0] for count in few]
     feed = Curve(tuple(count * rows for count, rows in points), (*sparse, *map(_feed, full)))
-    per_context, per_kv = _per_position(checkpoint, deployment, full[-1], most)
+    attention = _attention(checkpoint, deployment, full[-1], most)
     gap = 1e9 * plan.pod.spec.scheduler_gap.value
-    return StepPrice(num_groups, Curve(tuple(all_rows), tuple(own)), feed, per_context, per_kv, gap)
+    return StepPrice(num_groups, Curve(tuple(all_rows), tuple(own)), feed, attention, gap)
 
 
 def _check_priced(plan: PodPlan) -> None:
@@ -137,10 +152,8 @@ def _feed(run: DecodeRun) -> float:
     return run.spent("Experts") + run.spent("combine") - run.combine_ns
 
 
-def _per_position(
-    checkpoint: Checkpoint, deployment: Deployment, run: DecodeRun, rows: int
-) -> tuple[float, float]:
-    """Compute the costs of an attended position, and of a cached position that is read, in all layers.
+def _attention(checkpoint: Checkpoint, deployment: Deployment, run: DecodeRun, rows: int) -> AttentionPrice:
+    """Compute the prices of attention in all layers.
 
     A layer's costs come from its own Program; the number of layers, with MTP's passes, comes from a run.
     """
@@ -150,13 +163,20 @@ def _per_position(
     layer, program = executor.weights.layers[-1], executor.traversal.programs[-1]
     (stage,) = [each for each in stages(program.attention) if each.attends]
 
+    if stage.name not in ATTENTION:
+        raise InputError(f"deployment {deployment.name}: {stage.name} is not in proportion to the context")
+
     def price(context: float, kv_tokens: float) -> float:
         return executor.runner.price_of(stage, layer, Counts(1, context, kv_tokens))
 
-    per_context, per_kv = price(LONG, 0) / LONG, price(0, LONG) / LONG
-    both, either = price(3 * LONG, LONG), max(3 * LONG * per_context, LONG * per_kv)
-    if stage.name not in ATTENTION or abs(both - either) > MAX_OFF * either:
-        raise InputError(f"deployment {deployment.name}: {stage.name} is not in proportion to the context")
-    context = rows * (rows + 1) / 2
-    layers = run.spent(*ATTENTION) / max(per_context * context, per_kv * rows)
-    return layers * per_context, layers * per_kv
+    # A row's own attention is plain, if it may be; a few rows' to many earlier positions is absorbed.
+    plain, absorbed = price(LONG, 0) / LONG, price(FEW * LONG, LONG) / (FEW * LONG)
+    earlier = max(0.0, price(MANY * LONG, LONG) - plain * MANY * LONG) / (LONG - 1)
+    of_layer = AttentionPrice(absorbed, plain, earlier, price(0, LONG) / LONG)
+    for context in (3 * LONG, 2 * MANY * LONG):
+        if abs(of_layer(1, context, LONG) - (found := price(context, LONG))) > MAX_OFF * found:
+            raise InputError(
+                f"deployment {deployment.name}: {stage.name} is not in proportion to the context"
+            )
+    layers = run.spent(*ATTENTION) / of_layer(rows, rows * (rows + 1) / 2, rows)
+    return AttentionPrice(*(layers * each for each in msgspec.structs.astuple(of_layer)))

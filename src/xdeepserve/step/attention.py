@@ -23,6 +23,10 @@ from xdeepserve.step.frame import Batch, Frame, KVCache, Model
 from xdeepserve.step.linear import Rows
 from xdeepserve.step.stage import Counts, Op
 
+# Bytes of an element that vector kernels read and write in memory: before a GEMM BF16 to INT8, by the token's
+# scale; after it, by this scale, because GEMMs scale by channel and give BF16 (CM 4.5, Table 9); and in
+# SwiGLU two BF16 to one.
+QUANTISED, SCALED, ACTIVATED = 3, 4, 6
 HALF_LAYER = Work(layers=0.5)  # the small kernels of a layer are billed with its first and last projection
 
 
@@ -31,7 +35,8 @@ def linear_work(rows: float, layer: Linear) -> Work:
     size = layer.k * layer.n
     if layer.scale is None:
         return Work(bf16=2.0 * rows * size, weights=2.0 * size)
-    return Work(int8=2.0 * rows * size, weights=float(size))
+    between = rows * (QUANTISED * layer.k + SCALED * layer.n)
+    return Work(int8=2.0 * rows * size, weights=float(size), between=between)
 
 
 class RowParallel(NamedTuple):

@@ -22,14 +22,19 @@ from xdeepserve.hw.spec import Work
 from xdeepserve.model import kernels as k
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.tensors import MLP, Held, Layer
-from xdeepserve.step.attention import RowParallel, linear_work
+from xdeepserve.step.attention import ACTIVATED, QUANTISED, SCALED, RowParallel, linear_work
 from xdeepserve.step.frame import Frame, Model
 from xdeepserve.step.linear import Linears, Rows
 from xdeepserve.step.stage import Counts, Op, free
 
 
 def mlp_work(rows: float, mlp: MLP) -> Work:
-    return linear_work(rows, mlp.w13) + linear_work(rows, mlp.w2)
+    return up_work(rows, mlp) + linear_work(rows, mlp.w2)
+
+
+def up_work(rows: float, mlp: MLP) -> Work:
+    activated = 0 if mlp.w2.scale is None else ACTIVATED * rows * mlp.w2.k
+    return linear_work(rows, mlp.w13) + Work(between=activated)
 
 
 # ---- a layer without experts ------------------------------------------------------------------------
@@ -200,14 +205,23 @@ def expert_work(model: Model, n: Counts) -> Work:
     """Work of grouped GEMMs of `n.copies` rows; weights of each expert with rows are read once."""
     size = 3 * model.config.hidden_size * model.config.moe_intermediate_size
     operations, weights = 2.0 * n.copies * size, float(n.touched * size * model.matrix_nbytes)
-    return Work(int8=operations, weights=weights) if model.is_int8 else Work(bf16=operations, weights=weights)
+    if not model.is_int8:
+        return Work(bf16=operations, weights=weights)
+    between = _between(n.copies, model.config.hidden_size, model.config.moe_intermediate_size)
+    return Work(int8=operations, weights=weights, between=between)
+
+
+def _between(rows: float, hidden: int, width: int) -> float:
+    """Bytes that vector kernels read and write in an expert's MLP, for rows that have come as INT8."""
+    return rows * ((2 * SCALED + ACTIVATED + QUANTISED) * width + SCALED * hidden)
 
 
 def _copy_work(model: Model, weights: Layer | Held, n: Counts) -> Work:
     held = weights.moe if isinstance(weights, Layer) else weights
     assert held is not None
     assert held.shared is not None
-    return mlp_work(n.shared, held.shared)
+    work, width = mlp_work(n.shared, held.shared), held.shared.w2.k
+    return work._replace(between=_between(n.shared, model.config.hidden_size, width)) if work.int8 else work
 
 
 def _shared_work(model: Model, layer: Layer, n: Counts) -> Work:
@@ -215,7 +229,7 @@ def _shared_work(model: Model, layer: Layer, n: Counts) -> Work:
     return Work() if layer.moe.shared is None else mlp_work(n.rows, layer.moe.shared)
 
 
-mlp_up = Op(_mlp_up, lambda model, layer, n: linear_work(n.rows, _dense(layer).w13), "heads", operators=2)
+mlp_up = Op(_mlp_up, lambda model, layer, n: up_work(n.rows, _dense(layer)), "heads", operators=2)
 mlp_down = Op(MLP_DOWN.run, MLP_DOWN.work, "sum", operators=3)
 gate = Op(_gate, _gate_work, operators=3)
 collect = Op(_collect, _collect_work)

@@ -53,7 +53,7 @@ DECODE = frozenset(
     }
 )
 PREFILL = frozenset({"prefill", "prefill's gain"})
-FETCHED = frozenset({"prefill's gain", "send and receive", "dispatch beside KV"})
+FETCHED = frozenset({"prefill", "prefill's gain", "send and receive", "dispatch beside KV"})
 PODS = frozenset({"pod of 288", "pod of 768"})
 SIMULATED = PODS | {"A2E's MTE2"}
 
@@ -92,7 +92,7 @@ class Formulas(NamedTuple):
     def prefill(self) -> PrefillCost:
         """CloudMatrix's cost model of prefill."""
         return PrefillCost(
-            self.config, unabsorbed=self.unabsorbed, comm=self.pull, spec=self.spec, hides=self.hides
+            self.config, unabsorbed=self.unabsorbed, comm=self.push, spec=self.spec, hides=self.hides
         )
 
 
@@ -167,21 +167,19 @@ MECHANISMS = (
     Mechanism(
         "cores of an operator meet",
         lambda: without(core_meeting=0),
-        DECODE
-        | PODS
-        | {"FusedDispatch", "A2E", "E2A", "crossing", "prefill's gain"},  # KV's port lets others meet
+        DECODE | PODS | {"FusedDispatch", "A2E", "E2A", "crossing"} | PREFILL,  # KV's port lets others meet
     ),
     Mechanism(
         "fields are posted and noted one by one",
         lambda: without(piece_overhead=0, field_poll=0),
-        DECODE | PODS | EXCHANGES - {"crossing"} | {"prefill's gain", "dispatch beside KV"},
+        DECODE | PODS | EXCHANGES - {"crossing"} | {"dispatch beside KV"} | PREFILL,
     ),
     Mechanism(
         "a message takes its time at a port",
         lambda: without(exchange_copy=0),
-        DECODE | PODS | EXCHANGES - {"crossing"} | {"prefill's gain", "dispatch beside KV"},
+        DECODE | PODS | EXCHANGES - {"crossing"} | {"dispatch beside KV"} | PREFILL,
     ),
-    Mechanism("routing is uneven", _even, DECODE | EXCHANGES - {"A2E"} | {"prefill's gain"}),
+    Mechanism("routing is uneven", _even, DECODE | EXCHANGES - {"A2E"} | PREFILL),
     Mechanism(
         "servers are apart",
         lambda: without(inter_server_loss=0, inter_server_latency=0),
@@ -192,7 +190,7 @@ MECHANISMS = (
         _one_sub_plane,  # which dispatch and combine of a pod know by another parameter, A2E by bandwidth
         DECODE | {"pod of 768"} | EXCHANGES - {"crossing"} | FETCHED,
     ),
-    Mechanism("serving waits for the slowest", lambda: without(barrier_stretch=1), DECODE | PODS),
+    Mechanism("serving waits for the slowest", lambda: without(barrier_stretch=1), DECODE | PODS | PREFILL),
     # 2. What is shared
     Mechanism(
         "an attention die has few cores to spare",

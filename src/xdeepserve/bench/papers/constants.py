@@ -27,7 +27,7 @@ RAISE = 1.2
 COUNTED = {"cores": 1, "launches": 1, "slots": 1, "B": 32}  # units of whole numbers, and what they divide by
 # Effects of the host (xDeepServe 4.4), which no paper measures by itself: pinning, PTA caching, GC.
 HOST = ("preemption", "guard_checks", "gc_pause", "host_sampling")
-OF_ROWS = ("prefill_efficiency", "comm_ratio")  # numbers of benchmarks that rows are made with
+OF_ROWS = ("comm_ratio",)  # numbers of benchmarks that rows are made with
 LEAST = 0.1  # percent: smaller moves are not printed
 
 
@@ -57,13 +57,12 @@ def formulas(changed: Mapping[str, float]) -> Iterator[Row]:
     """Compute all rows that come from formulas or short simulations, with some constants changed."""
     numbers = {**{name: OF_BENCHMARKS[name].value for name in OF_ROWS}, **changed}
     machine = ablations.Formulas.with_spec(_spec(changed))
-    prefill = msgspec.structs.replace(machine.prefill, efficiency=numbers["prefill_efficiency"])
     groups = ablations.groups(machine)
     for rows in (groups[name] for name in groups if name not in ablations.PREFILL):
         yield from rows
     yield from paper_rows.bandwidths(machine.push)
-    yield from paper_rows.prefill(prefill)
-    yield from expert_skew.default_eplb(prefill)
+    yield from paper_rows.prefill(machine.prefill)
+    yield from expert_skew.perfect_eplb(machine.prefill)
     yield from paper_rows.storage(machine.spec)
     for model in superpod.MEGASCALE:
         yield from superpod.third_microbatch(model, numbers["comm_ratio"])

@@ -70,7 +70,7 @@ SOURCES: dict[str, tuple[Callable[[], Iterable[Row]], ...]] = {
         paper_rows.microbatches,
         paper_rows.gains_by_drafts,
         paper_rows.prefill,
-        expert_skew.default_eplb,
+        expert_skew.perfect_eplb,
         paper_rows.storage,
         ems.table_1,
         context_caching.figure_23,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -23,7 +24,7 @@ from xdeepserve.engine.balance.eplb import hottest_die, place, select
 from xdeepserve.engine.ways.routing import generator
 from xdeepserve.hw.spec import Param
 from xdeepserve.model.presets import resolve_model
-from xdeepserve.prices.formula import CHIP_TOKENS, EP, LayerCost, Load, PrefillCost
+from xdeepserve.prices.formula import EP, LayerCost, Load, PrefillCost
 from xdeepserve.step.stage import Counts
 
 HOTTEST, CONTEXT = 30.0, 1024  # times the mean; positions (XDS Figure 11)
@@ -86,27 +87,26 @@ def hottest_of(load: npt.NDArray[np.float64], dies: int, slots: int, base: list[
     return hottest_die(counts, primary, held, base) / float(counts.sum() / dies)
 
 
-def default_eplb(cost: PrefillCost | None = None) -> Iterator[Row]:
-    """Compute prefill with replicas by EPLB, whose load is never quite even (CM Table 2, Default).
+def perfect_eplb(cost: PrefillCost | None = None) -> Iterator[Row]:
+    """Compute prefill as it would be if replicas made all loads even (CM Table 2, Perfect EPLB).
 
-    Loads are those of xDeepServe's Figure 11a. In each layer experts are on dies in another order, and every
-    die has a redundant expert (CM 4.1). A layer takes as long as its hottest die.
+    Its loads are divided by those of the hottest dies, with loads as in xDeepServe's Figure 11a.
     """
-    cost = cost or PrefillCost(resolve_model(MODEL).config)
-    c, load, taken_ns = cost.config, loads(EP288.routed, HOTTEST), 0.0
-    stages = LayerCost(c, cost.spec)
-    copies = cost.tokens * c.num_experts_per_tok
+    even = msgspec.structs.replace(
+        cost or PrefillCost(resolve_model(MODEL).config), evened=hottest_of_prefill()
+    )
+    yield Row("cm.t2/perfect EPLB", even.throughput(), "tok/s", "predicted")
 
-    def experts_ns(hottest: float) -> float:
-        counts = Counts(0, copies=hottest * copies, touched=c.n_routed_experts / EP)
-        return stages.stage_ns("Experts", counts)
 
-    for layer in range(c.num_hidden_layers):
-        in_order = generator(layer, 0, 0).permutation(load)
-        hottest = hottest_of(in_order, EP, 1, [0.0] * EP)
-        compute = cost.compute_ns() + experts_ns(hottest) - experts_ns(1)
-        taken_ns += max(compute / cost.efficiency, hottest * cost.exchanges_ns())
-    yield Row("cm.t2/default EPLB", CHIP_TOKENS / taken_ns * 1e9, "tok/s", "predicted")
+@functools.cache
+def hottest_of_prefill() -> float:
+    """Compute the hottest die's load over the mean in prefill, on average over the layers.
+
+    In each layer experts are on dies in another order, and every die has a redundant expert (CM 4.1).
+    """
+    load, layers = loads(EP288.routed, HOTTEST), range(resolve_model(MODEL).config.num_hidden_layers)
+    orders = (generator(layer, 0, 0).permutation(load) for layer in layers)
+    return float(np.mean([hottest_of(in_order, EP, 1, [0.0] * EP) for in_order in orders]))
 
 
 def layer_ns(hottest: float, cost: LayerCost | None = None) -> float:

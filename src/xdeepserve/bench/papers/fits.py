@@ -26,7 +26,7 @@ from xdeepserve.bench.report import Row
 from xdeepserve.comm.cost import CommCost
 from xdeepserve.hw.spec import Param, Spec
 from xdeepserve.model.presets import resolve_model
-from xdeepserve.prices.formula import PREFILL_EFFICIENCY, LayerCost
+from xdeepserve.prices.formula import LayerCost
 from xdeepserve.progress import working
 
 Numbers: TypeAlias = Mapping[str, float]
@@ -40,13 +40,12 @@ OF_BENCHMARKS = {  # which no run uses
     COMM_RATIO: Param(
         superpod.COMM_RATIO_DBRX, "ratio", "fitted: MS 7.4, DBRX: time to move over time to compute"
     ),
-    "prefill_efficiency": PREFILL_EFFICIENCY,
     "expert_skew": expert_skew.EXPONENT,
 }
 
 
 READ_OFF = frozenset(  # from one value
-    {"storage_bandwidth", "pool_load", COMM_RATIO, "prefill_efficiency", "expert_skew"}
+    {"storage_bandwidth", "pool_load", COMM_RATIO, "expert_skew"}
 )
 
 
@@ -107,7 +106,7 @@ def all_fits() -> dict[str, FittedNumbers]:
     """Return all fits, named by their subjects."""
     return {
         "a decoder layer": FittedNumbers(
-            of_spec("small_kernels", "barrier_stretch", "pass_overhead"),
+            of_spec("small_kernels", "barrier_stretch"),
             {
                 "CM Table 4": _decode(superpod.formulas, "cm.t4/"),
                 "CM 4.2.3, streams": _decode(superpod.formulas, "cm.streams/"),

@@ -125,7 +125,10 @@ def streams() -> list[Row]:
     )
     rows = []
     for number, stages in enumerate(
-        (("MLAProlog", "MLA", "OProj"), ("Gate", "dispatch", "Experts", "SharedExpert", "combine"))
+        (
+            ("MLAProlog", "MLA", "OProj"),
+            ("Gate", "Collect", "Route", "dispatch", "Experts", "SharedExpert", "combine"),
+        )
     ):
         spent = sum(deep[name] - shallow[name] for name in stages) / (DEEP - SHALLOW) / 2
         rows.append(Row(f"cm.streams/stream{number}/simulated=microbatch", spent / 1000, "us", "calibrated"))

@@ -7,7 +7,8 @@ calibrated, and says what the load is. Prefill follows from that load.
 Without cached prefixes the four prefill TEs cannot keep up with the load, and the queue grows without end.
 The row of TTFT is therefore that of a quiet pod, where no prompt waits: the least mean TTFT at any load. TTFT
 ends with prefill, before KV moves to decode, because prefill makes the first token (xDeepServe 4.6). Prefill
-times are not calibrated.
+times are not calibrated. Of a prompt alone, most is exchanges: the dies of one DP group send and get all rows
+of a chunk, and the other dies' ports are idle.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import numpy as np
 from xdeepserve.bench.papers.sizes import DIES_PER_CHIP, MODEL
 from xdeepserve.bench.papers.superpod import XDS_ACCEPTANCE, gap_ms
 from xdeepserve.bench.report import Row, published
+from xdeepserve.comm.cost import OPS
 from xdeepserve.engine.deploy.deployment import Deployment
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.ways.routing import TimingConfig
@@ -32,12 +34,18 @@ from xdeepserve.platform.fleet_words import FleetTE, ServedRequest
 from xdeepserve.platform.step_te import StepLimits
 from xdeepserve.platform.traces import TracedRequest
 from xdeepserve.prices.step_price import priced
-from xdeepserve.prices.step_run import decode_iteration
+from xdeepserve.prices.step_run import StepShare, decode_iteration, one_step
 
 MEAN_PROMPT, LONGEST, MEAN_OUTPUT = 13_000, 65_536, 2_100
 SPREAD = 1.0  # assumed: sigma of the logarithm of prompts' lengths
 NUM_PROMPTS = 2_000
 QUIET = 1e-3  # prompts per second: none waits for another
+PARTS: dict[str, tuple[str, ...]] = {
+    "attention": ("MLA",),
+    "projections": (),  # and all that has no name here
+    "collectives": ("all-reduce", "all-gather", "all-to-all"),
+    "experts": ("Experts",),
+}
 ROWS = (1, 64, 256, 512, 1024, 2048, 4096)  # of the prices' tables
 
 
@@ -61,10 +69,13 @@ def of_pod(model: Checkpoint, deployment: Deployment, tpot_ms: float, ttft_ms: f
     capacity = len(served) / max(each.first_ns for each in served) * 1e9
     chips = len(tes) * (deployment.prefill.dies or 0) / DIES_PER_CHIP
     load = f"{requests} requests a die (found), {rate:.1f} a second"
+    parts = parts_ms(model, deployment)
+    alone = ", ".join(f"{name} {ms:,.0f}" for name, ms in parts.items())
     notes = (
         f"no queue, nothing cached; of the load, {rate * MEAN_PROMPT / chips:,.0f} tokens/s a chip, the TEs "
         f"prefill {min(1.0, capacity / rate):.0%} without cached prefixes",
         f"{ttft_ms:g} ms at this load with {cached_share(tes, rate, ttft_ms):.0%} of each prompt cached",
+        f"a prompt of {MEAN_PROMPT:,} tokens alone takes {sum(parts.values()):,.0f} ms: {alone}",
         f"lengths assumed: log-normal, sigma {SPREAD:g}, cut at {LONGEST // 1024}K",
         "prefill is not calibrated",
     )
@@ -99,15 +110,26 @@ def decode_load(model: Checkpoint, deployment: Deployment, tpot_ms: float) -> tu
 
 def prefill_tes(model: Checkpoint, deployment: Deployment) -> list[FleetTE]:
     """Make the prefill TEs of a `pd` deployment, with prices of steps. What launches cost is not in them."""
-    te, cache = deployment.prefill, deployment.cache
-    assert te is not None
+    alone, cache = prefill_te(deployment), deployment.cache
+    assert deployment.prefill is not None
     assert cache.num_blocks is not None
+    price, scheduler = priced(model, alone, rows=ROWS), alone.scheduler
+    positions = cache.num_blocks * cache.block_size
+    limits = StepLimits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, positions, cache.block_size)
+    count = deployment.prefill.count
+    return [FleetTE(f"prefill {number}", price, limits, role="prefill") for number in range(count)]
+
+
+def prefill_te(deployment: Deployment) -> Deployment:
+    """Make the deployment of one prefill TE by itself, without its launches."""
+    te = deployment.prefill
+    assert te is not None
     scheduler = msgspec.structs.replace(
         deployment.scheduler,
         max_num_seqs=te.max_num_seqs or deployment.scheduler.max_num_seqs,
         max_num_batched_tokens=te.max_num_batched_tokens or deployment.scheduler.max_num_batched_tokens,
     )
-    alone = Deployment(
+    return Deployment(
         name="prefill",
         kind="colocated",
         dies=te.dies,
@@ -117,12 +139,30 @@ def prefill_tes(model: Checkpoint, deployment: Deployment) -> list[FleetTE]:
         exchange=deployment.exchange,
         prefill_attention=deployment.prefill_attention,
         scheduler=scheduler,
-        cache=cache,
+        cache=deployment.cache,
+        max_model_len=deployment.max_model_len,
     )
-    price = priced(model, alone, rows=ROWS)
-    positions = cache.num_blocks * cache.block_size
-    limits = StepLimits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, positions, cache.block_size)
-    return [FleetTE(f"prefill {number}", price, limits, role="prefill") for number in range(te.count)]
+
+
+def parts_ms(model: Checkpoint, deployment: Deployment, prompt: int = MEAN_PROMPT) -> dict[str, float]:
+    """Take the time of a prompt alone on an idle prefill TE apart [ms], chunk after chunk.
+
+    Only the dies of its DP group have rows, and all dies exchange and have experts, so the exchanges are what
+    is neither a stage nor a collective of that group, nor experts.
+    """
+    te = prefill_te(deployment)
+    most, parts = te.scheduler.max_num_batched_tokens, dict.fromkeys((*PARTS, "exchanges"), 0.0)
+    groups = (te.dies or 1) // (te.tp or 1)
+    for before in range(0, prompt, most):
+        chunk = [StepShare(before, min(most, prompt - before))]
+        run = one_step(model, te, lambda group, chunk=chunk: [] if group else chunk, TimingConfig())  # type: ignore[misc]
+        known = dict(parts)
+        for name, ns in run.spent_ns.items():
+            if name not in OPS:
+                part = next((part for part, names in PARTS.items() if name in names), "projections")
+                parts[part] += ns * (1 if name == "Experts" else groups) / 1e6
+        parts["exchanges"] += run.iteration_ns / 1e6 - sum(parts.values()) + sum(known.values())
+    return parts
 
 
 class CachedShare:

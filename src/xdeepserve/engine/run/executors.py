@@ -165,8 +165,8 @@ def layer_program(wiring: Wiring, mem: DieMemory, layer: Layer, is_cut: bool) ->
     where = Where(
         experts=wiring.team.sizes.experts.where,
         has_shared=wiring.has_shared,
-        has_routes=mem.has_routes,
-        collects=mem.replicas is not None and mem.replicas.collects,
+        has_routes=mem.has_routes or wiring.has_replicas,
+        collects=wiring.has_replicas or (mem.replicas is not None and mem.replicas.collects),
         pushes=walk.pushes,
         int8_answers=mem.config.int8_answers,
         holds=mem.holds,

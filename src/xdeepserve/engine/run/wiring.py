@@ -41,7 +41,7 @@ class ByteWiring:
 
     def __init__(self, team: Team) -> None:
         self.team, walk, placed = team, team.sizes.walk, team.sizes.experts
-        self.has_shared = not placed.num_shared_dies
+        self.has_shared, self.has_replicas = not placed.num_shared_dies, False
         top_k, holders = team.config.num_experts_per_tok, max(1, placed.num_primary_dies)
         self._tallies = [
             [Tally(team.pod.spec_of(team.dies[0]), holders, top_k) for _ in range(walk.num_domains)]

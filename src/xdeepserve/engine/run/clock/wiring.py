@@ -101,6 +101,9 @@ class ClockWiring:
             for m, loads in enumerate(self.loads)
         ]
         self.has_shared = not (experts.where == "among" and self.loads[0].num_shared)
+        # A sample's pod may have redundant experts, beside dies with copies of the shared one.
+        num_routed, num_dies = timing.routed_dies or 0, timing.of_dies or 0
+        self.has_replicas = config.n_routed_experts < num_routed < num_dies and experts.where == "among"
         self._groups = {
             group: [
                 GroupClock(pod.clock, CollectiveCost(group, spec, pod.topology), group, timeout_ns)
