@@ -15,7 +15,8 @@ from xdeepserve.engine.description import describe
 from xdeepserve.engine.dp.events import Mended, Observed, StepCut, StepEnded
 from xdeepserve.engine.plans import StepPlan
 from xdeepserve.engine.serving.engine import Engine
-from xdeepserve.engine.te.forecast import Forecast, Halves, PricedItem, walk_ns
+from xdeepserve.engine.te.forecast import Forecast
+from xdeepserve.engine.walk.overlap import Halves, PricedItem, walk_ns
 from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.history import History
 from xdeepserve.history import serve as run_history

@@ -10,12 +10,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
 from xdeepserve.comm.collectives.cost import CollectiveCost
 from xdeepserve.comm.cost import ACTIVATION, OPS, CommCost, expected_maximum
+from xdeepserve.engine.walk.overlap import Halves, PricedItem, walk_ns
 from xdeepserve.hw.hbm import side_by_side
 from xdeepserve.hw.spec import Spec, Work
 from xdeepserve.model.config import ModelConfig
@@ -198,13 +199,6 @@ class LayerCost(msgspec.Struct, frozen=True):
         return num_layers * layer + self.pass_ns(load.requests * passes) + drafts
 
 
-class Halves(NamedTuple):
-    """Attention and feed of a layer on a die: parts in order, whether they take AIC cores, and time [ns]."""
-
-    attention: list[tuple[bool, float]]
-    feed: list[tuple[bool, float]]
-
-
 class PrefillCost(msgspec.Struct, frozen=True):
     """Cost of prefill in CloudMatrix (CM 4.3), on dies with half of CHIP_TOKENS each, of prompts of `prompt`
     tokens, in DP groups of TP dies that share them by SP-TP-SP.
@@ -246,21 +240,23 @@ class PrefillCost(msgspec.Struct, frozen=True):
             **{op: self.comm.exchange_ns(op, EP, tokens, c.num_experts_per_tok, stretch) for op in OPS},
         }
 
-        def part(item: Stage | Meet) -> tuple[bool, float]:
+        def part(item: Stage | Meet) -> PricedItem:
             if isinstance(item, Meet):
-                return False, meets[item.op]
-            return item.core == "aic", self.spec.stage_ns(item.work(model, layer, counts[item.rows]))
+                return PricedItem(None, meets[item.op], 0.0, 1)
+            work = item.work(model, layer, counts[item.rows])
+            return PricedItem(item.core, self.spec.stage_ns(work), 0.0, item.operators)
 
         program = sp_tp_sp(decoder_layer(layer, Where("among")))
         return Halves([*map(part, program.attention)], [*map(part, program.feed)])
 
     def layer_ns(self, microbatches: bool = True) -> float:
-        """Compute a layer [ns]; two microbatches take turns at the AIC cores (CM 4.3.2)."""
+        """Compute a layer [ns]; two microbatches take turns at the cores of a kind (CM 4.3.2)."""
         if microbatches and self.hides:
             layers = self.config.num_hidden_layers
-            return overlapped_ns(self.halves(self.tokens // 2), layers) / layers
+            part = [self.halves(self.tokens // 2)] * layers
+            return walk_ns([part, part], by_cores=False, op_ns=0)[-1] / layers
         whole = self.halves(self.tokens)
-        return sum(ns for _, ns in (*whole.attention, *whole.feed))
+        return sum(item.ns for item in (*whole.attention, *whole.feed))
 
     def batch_ns(self, microbatches: bool = True) -> float:
         """Compute the time [ns] from a chip's prompt tokens to the first new ones."""
@@ -269,33 +265,3 @@ class PrefillCost(msgspec.Struct, frozen=True):
     def throughput(self, microbatches: bool = True) -> float:
         """Compute tokens per second of a chip."""
         return CHIP_TOKENS / self.batch_ns(microbatches) * 1e9
-
-
-def overlapped_ns(halves: Halves, layers: int) -> float:
-    """Compute the time [ns] of some layers of two microbatches of one die that overlap by engines.
-
-    As in `engine/walk/schedule.py`: the AIC cores take kernels in the order in which these come, and the
-    attention halves of both microbatches take turns.
-    """
-    parts, last = [*halves.attention, *halves.feed], len(halves.attention) - 1
-    done, ready, cores_free = [0, 0], [0.0, 0.0], 0.0
-    ends = [0.0]  # of attention, by turn: the first microbatch's in a layer, then the second one's
-
-    def starts(m: int) -> float:
-        layer, at = divmod(done[m], len(parts))
-        turn = 2 * layer + m
-        if layer == layers or (at == 0 and turn >= len(ends)):
-            return math.inf
-        start = max(ready[m], 0.0 if at else ends[turn])
-        return max(start, cores_free) if parts[at][0] else start
-
-    while min(done) < layers * len(parts):
-        m = min((0, 1), key=starts)
-        at, start = done[m] % len(parts), starts(m)
-        is_aic, ns = parts[at]
-        ready[m] = start + ns
-        cores_free = ready[m] if is_aic else cores_free
-        done[m] += 1
-        if at == last:
-            ends.append(ready[m])
-    return max(ready)

@@ -101,8 +101,8 @@ class TE:
         )
         self._masters = Masters(
             *(parts, self.members, inboxes, self.te_shell),
-            room=1 + plan.sizes.steps.plans_ahead,
-            meets=not plan.sizes.walk.flows,
+            room=plan.num_at_once,
+            meets=plan.groups_meet,
         )
         self.te_shell.wake = self._masters.wake
         self.health.wake = self._masters.wake_all

@@ -279,6 +279,16 @@ class TEPlan:
         seed = self.sizes.settings.seed + 1_000_003 * self.dies[0]  # each TE's delays are its own
         return Host(execution, self.spec, len(self.team.group_ranks), seed)
 
+    @property
+    def num_at_once(self) -> int:
+        """Number of a DP group's steps that may be under way at once."""
+        return 1 + self.sizes.steps.plans_ahead
+
+    @property
+    def groups_meet(self) -> bool:
+        """Whether every step is a step of all DP groups, whose dies meet in it."""
+        return not self.sizes.walk.flows
+
     def num_parts(
         self, executors: Sequence[Executor], groups: Sequence[DPGroup], tell: EventLog
     ) -> Callable[[StepNo], int]:
