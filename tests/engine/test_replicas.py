@@ -260,14 +260,14 @@ def test_slots_are_loaded_only_when_every_step_with_the_old_map_has_ended(
     tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planned ahead, such a step is running when the new map is sent."""
-    events: list[tuple[str, int]] = []
+    events: list[tuple[str, Any]] = []
 
     def spy(owner: type, name: str, event: str) -> None:
         original = getattr(owner, name)
 
         def wrapped(self: Any, *args: Any) -> Any:
             if event != "loading" or isinstance(args[0], LoadExperts):
-                events.append((event, args[0] if isinstance(args[0], int) else -1))
+                events.append((event, (self.rank, args[0]) if event == "launched" else args[0]))
             return original(self, *args)
 
         monkeypatch.setattr(owner, name, wrapped)
@@ -279,7 +279,7 @@ def test_slots_are_loaded_only_when_every_step_with_the_old_map_has_ended(
     with LLM(tiny, "colocated", overrides=[*COLOCATED, "execution.overlap=true"]) as llm:
         llm.generate(PROMPTS, PARAMS)
     num_overlapped = num_loaded = 0
-    launched, ended, needed = set[int](), set[int](), set[int]()
+    launched, ended, needed = set[Any](), set[Any](), set[Any]()  # steps with their DP groups
     for event, step in events:
         match event:
             case "launched":
