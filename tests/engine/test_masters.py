@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from xdeepserve.engine.dp.events import Mended, StepEnded
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.te.host import Host
-from xdeepserve.engine.te.masters import Masters
+from xdeepserve.engine.te.status_gather import StatusGather
 from xdeepserve.engine.te.step_set import StepSet
 from xdeepserve.engine.walk.launcher import Launcher
 from xdeepserve.engine.walk.runner import Runner
@@ -132,16 +133,16 @@ def test_a_group_runs_along_what_others_run_again(
 
 def test_no_step_begins_before_waiting_requests_are_dealt_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """With an all-gather of statuses, groups that step together have one before a step, and one alone."""
-    asked: list[int] = []
-    ask = Masters._ask
+    gathers: list[int] = []
+    run = StatusGather.run
 
-    def count(masters: Masters, step: Any, must_run: bool) -> None:
-        before = masters._gathered_for
-        ask(masters, step, must_run)
-        if masters._gathered_for != before:
-            asked.append(step)
+    async def note(gather: StatusGather, *args: Any) -> Any:
+        known = await run(gather, *args)
+        (group,) = gather.groups[:1]
+        gathers.append(group.dies[0].clock.now)
+        return known
 
-    monkeypatch.setattr(Masters, "_ask", count)
+    monkeypatch.setattr(StatusGather, "run", note)
     arrivals = [0, 0, 0, 100_000, 150_000, 2_500_000]
     prompts = [[number, 2, 3, 4] for number in range(len(arrivals))]
     settings = (
@@ -152,8 +153,10 @@ def test_no_step_begins_before_waiting_requests_are_dealt_out(monkeypatch: pytes
     )
     told = served(*settings, prompts=prompts, arrivals_ns=arrivals)
     assert told.digest == served("dies=1", prompts=prompts).digest
-    assert asked
-    assert len(asked) == len(set(asked))
+    begun = sorted({step.start_ns for step in told.of(StepEnded)})
+    assert len(gathers) > 1
+    for one, other in pairwise(gathers):
+        assert any(one <= start_ns < other for start_ns in begun)
 
 
 def test_the_host_launches_no_collective_of_a_group_without_rows(monkeypatch: pytest.MonkeyPatch) -> None:

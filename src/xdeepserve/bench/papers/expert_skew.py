@@ -88,7 +88,7 @@ def hottest_of(load: npt.NDArray[np.float64], dies: int, slots: int, base: list[
 
 
 def perfect_eplb(cost: PrefillCost | None = None) -> Iterator[Row]:
-    """Compute prefill as it would be if replicas made all loads even (CM Table 2, Perfect EPLB).
+    """Compute prefill with even loads, as perfect replicas would make them (CM Table 2, Perfect EPLB).
 
     Its loads are divided by those of the hottest dies, with loads as in xDeepServe's Figure 11a.
     """

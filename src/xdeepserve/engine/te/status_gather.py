@@ -84,7 +84,7 @@ class StatusGather:
     """
 
     def __init__(self, groups: Sequence[DPGroup], timeout_ns: int) -> None:
-        self._groups, layout = groups, layout_of(len(groups))
+        self.groups, layout = groups, layout_of(len(groups))
         self._dies = tuple(group.dies[0].index for group in groups)
         means = Means(timeout_ns=timeout_ns, lane="XCCL statuses")
         self._ends = [Collectives(group.dies[0], self._dies, layout, means) for group in groups]
@@ -104,12 +104,12 @@ class StatusGather:
         found: dict[GroupRank, list[Gathered]] = {}
         starts: list[Callable[[], Awaitable[None]]] = []
         for rank in ranks:
-            group = self._groups[rank]
+            group = self.groups[rank]
             cached = tuple(group.scheduler.prefixes.num_reusable(seq) for seq in prompts)
             row = pack(Gathered(group.status(), cached))
             starts.append(partial(self.exchange, rank, row, self._num_events, found))
         try:
-            await side_by_side(self._groups[0].dies[0].clock, starts)
+            await side_by_side(self.groups[0].dies[0].clock, starts)
         except Exception:
             self._ranks = ()  # whoever takes part in the next one begins anew
             raise
@@ -119,7 +119,7 @@ class StatusGather:
         self, rank: GroupRank, row: bytes, event: int, found: dict[GroupRank, list[Gathered]]
     ) -> None:
         """Take part in the all-gather for one group; the leader's host reads the gathered rows."""
-        die: Die = self._groups[rank].dies[0]
+        die: Die = self.groups[rank].dies[0]
         await die.clock.sleep(die.spec.command_ns())  # the host's message reaches the die
         region = die.memory.app.regions[ROW]
         die.memory.write(region.offset, row)
