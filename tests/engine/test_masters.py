@@ -48,7 +48,7 @@ def test_each_group_launches_when_its_own_host_is_ready(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Host, "launches_ns", launches_ns)
     told = served("dies=3", "execution.mode=graph", "execution.cache_graphs=false", is_timing_only=True)
-    starts = {(step.step, step.group.rank): step.start_ns for step in told.of(StepEnded)}
+    starts = {(int(step.step), int(step.group.rank)): step.start_ns for step in told.of(StepEnded)}
     for step, late in drawn.items():
         assert len(set(late)) == 3, "each group's launch takes a time of its own"
         there = [rank for rank in range(3) if (step, rank) in starts]
