@@ -123,7 +123,6 @@ PREDICTED, PREDICTED_ELSEWHERE = "predicted", "predicted, other hardware"
 LEFT_OUT = "predicted, left out of the fit"
 OTHER_WAYS = {
     "/simulated=": ", simulated",
-    "/fit=four": ", fitted to four rows",
     "/fit=others": ", left out of the fit",
 }
 WITHIN = 15  # percent: rows that are further off say why

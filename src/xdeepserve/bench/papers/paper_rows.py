@@ -125,7 +125,7 @@ def gains_by_drafts(cost: LayerCost | None = None) -> Iterator[Row]:
             for rows in (1, 2)
         )
         gain = (1 + CM_TIMING.acceptance) * without / drafted
-        yield Row(f"cm.mtp.gain/batch={batch}", gain, "x", "calibrated")
+        yield Row(f"cm.mtp.gain/batch={batch}", gain, "x", "predicted")
 
 
 def latency_by_drafts(cost: LayerCost | None = None) -> Iterator[Row]:
@@ -146,7 +146,7 @@ def microbatches(cost: LayerCost | None = None) -> Iterator[Row]:
     cost = cost or LayerCost(resolve_model(MODEL).config)
     load = Load(requests=96 / DIES_PER_CHIP, rows=2, context=CM_CONTEXT)
     share = cost.microbatched_ns(load, EP320, (CM_SPLIT,)) / cost.serial_ns(load, EP320)
-    yield Row("cm.mb.decode.layer", 100 * (1 - share), "%", "calibrated")
+    yield Row("cm.mb.decode.layer", 100 * (1 - share), "%", "predicted")
 
 
 def prefill(cost: PrefillCost | None = None) -> list[Row]:

@@ -111,7 +111,7 @@ def table_4() -> list[Row]:
         deployment = cloudmatrix_deployment(batch, 1, min(ways, key=ways.__getitem__), context)
         run = _decode(deployment, context, batch, CM_TIMING, cost.config.num_hidden_layers)
         tpot = run.iteration_ns / (1 + CM_TIMING.acceptance) / 1e6
-        rows.append(Row(f"cm.t4/batch={npu_batch}/simulated=die programs", tpot, "ms", "calibrated"))
+        rows.append(Row(f"cm.t4/batch={npu_batch}/simulated=die programs", tpot, "ms", "predicted"))
     return rows
 
 
@@ -145,7 +145,7 @@ def gains_by_formula(cost: LayerCost) -> list[Row]:
         load = Load(requests=npu_batch // DIES_PER_CHIP, rows=2, context=CM_CONTEXT)
         serial_ns = cost.iteration_ns(load, EP320, microbatches=False)
         gain = serial_ns / cost.iteration_ns(load, EP320, splits=(CM_SPLIT,))
-        rows.append(Row(f"cm.mb.decode/batch={npu_batch}", gain, "x", "calibrated"))
+        rows.append(Row(f"cm.mb.decode/batch={npu_batch}", gain, "x", "predicted"))
     return rows
 
 
@@ -166,7 +166,7 @@ def gains() -> list[Row]:
             for cores in (None, CM_SPLIT)
         )
         rows.append(formula)
-        rows.append(Row(f"{formula.name}/simulated=2 streams", serial / piped, "x", "calibrated"))
+        rows.append(Row(f"{formula.name}/simulated=2 streams", serial / piped, "x", "predicted"))
     return rows
 
 

@@ -4,9 +4,8 @@ Rows of CloudMatrix and MegaScale are formulas (`prices/formula.py`), beside sim
 the same (`bench/papers/pipelines.py`). The two deployments of xDeepServe 7.1 are simulated: one decode
 iteration of 288 and of 768 dies, by the engine itself without its arithmetic.
 
-Two numbers of the decode model (`hw/spec.py`) are fitted to the decode rows of CloudMatrix, so all these
-rows are marked calibrated. With "/fit=four" the numbers are fitted to only four of the rows, and the others
-are predictions: a check of the form, with larger errors. No row of xDeepServe is in either fit.
+Two numbers of the decode model (`hw/spec.py`) are fitted to the four times of a layer that CloudMatrix tells
+(4.2.3, Figure 20b). All other rows of decode are predictions.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import msgspec
 
 from xdeepserve.bench.papers import pipelines
 from xdeepserve.bench.papers.sizes import DIES_PER_CHIP, MODEL
-from xdeepserve.bench.report import Kind, Row, published
+from xdeepserve.bench.report import Row, published
 from xdeepserve.engine.deploy.deployment import (
     AttentionConfig,
     CacheConfig,
@@ -38,18 +37,9 @@ from xdeepserve.prices.step_run import DecodeRun, decode_iteration
 
 XDS_ACCEPTANCE = 0.9
 
-# How far TPOT may be off, in percent: Table 4 in the fit to all rows, its batch 8, Table 4 predicted from
-# four rows; the two deployments of xDeepServe.
-TPOT_BOUND, SMALL_BATCH_BOUND, PREDICTED_BOUND = 10, 15, 16
+# How far TPOT may be off, in percent: Table 4, its batch 8; the two deployments of xDeepServe.
+TPOT_BOUND, SMALL_BATCH_BOUND = 10, 15
 COLOCATED_BOUND, DISAGGREGATED_BOUND = 6, 10
-FOUR_ROWS = {
-    "cm.t4/batch=8",
-    "cm.t4/throughput/batch=8",
-    "cm.streams/stream0",
-    "cm.streams/stream1",
-    "cm.mtp.layer/without",
-}
-
 CONTEXT = 3072  # 2K prompts, half way through 2K outputs (XDS 7.1)
 BATCH_288, BATCH_768 = 60, 96  # requests of a DP group; 48 in each of two microbatches
 INT8_LAYERS = Param(
@@ -77,25 +67,10 @@ def all_rows(trace: Path | None = None) -> Iterator[Row]:
 # ---- formulas -------------------------------------------------------------------------------------------
 
 
-def four_row_spec() -> Spec:
-    """Make the decode parameters as fitted to FOUR_ROWS alone."""
-    return msgspec.structs.replace(
-        Spec(),
-        small_kernels=Param(80e-6, "s", "fitted: streams 0 and 1, layer without MTP, batch 8"),
-        barrier_stretch=Param(1.72, "ratio", "fitted: the same four rows"),
-    )
-
-
 def cloudmatrix() -> list[Row]:
-    """Compute CloudMatrix's decode at EP320: Table 4, 4.2.3 and 5.4, with both fits."""
-    config = resolve_model(MODEL).config
-    rows = formulas(LayerCost(config))
-    rows = [_noted(row, SMALL_BATCH_BOUND if row.name.endswith("/batch=8") else TPOT_BOUND) for row in rows]
-    for row in formulas(LayerCost(config, four_row_spec())):
-        kind: Kind = "calibrated" if row.name in FOUR_ROWS else "predicted"
-        four = msgspec.structs.replace(row, name=f"{row.name}/fit=four", kind=kind)
-        rows.append(_noted(four, PREDICTED_BOUND))
-    return rows
+    """Compute CloudMatrix's decode at EP320: Table 4, 4.2.3 and 5.4."""
+    rows = formulas(LayerCost(resolve_model(MODEL).config))
+    return [_noted(row, SMALL_BATCH_BOUND if row.name.endswith("/batch=8") else TPOT_BOUND) for row in rows]
 
 
 def _noted(row: Row, bound: int) -> Row:
@@ -113,23 +88,24 @@ def _noted(row: Row, bound: int) -> Row:
 
 
 def formulas(cost: LayerCost) -> list[Row]:
-    """Compute CloudMatrix's decode rows with the parameters of a fit."""
-    result: list[tuple[str, float, str]] = []
+    """Compute CloudMatrix's decode rows. Two numbers are fitted to the times of a layer, and none to Table
+    4."""
+    rows = []
     for batch, prompt, output in pipelines.TABLE_4:  # batch of an NPU, which is two dies
         load = Load(requests=batch / DIES_PER_CHIP, rows=2, context=prompt + output / 2)
         tpot = cost.iteration_ns(load, EP320) / (1 + pipelines.CM_TIMING.acceptance) / 1e6
-        result.append((f"cm.t4/batch={batch}", tpot, "ms"))
-        result.append((f"cm.t4/throughput/batch={batch}", 1000 * batch / tpot, "tok/s"))
+        rows.append(Row(f"cm.t4/batch={batch}", tpot, "ms", "predicted"))
+        rows.append(Row(f"cm.t4/throughput/batch={batch}", 1000 * batch / tpot, "tok/s", "predicted"))
     half = Load(requests=24, rows=2, context=4096)
     for number, ns in enumerate(cost.streams_ns(half, EP320, pipelines.CM_SPLIT)):
-        result.append((f"cm.streams/stream{number}", ns / 1000, "us"))
+        rows.append(Row(f"cm.streams/stream{number}", ns / 1000, "us", "calibrated"))
     drafted, without = (
         cost.microbatched_ns(Load(requests=48, rows=rows, context=4096), EP320) for rows in (2, 1)
     )
-    result.append(("cm.mtp.layer/with", drafted / 1000, "us"))
-    result.append(("cm.mtp.layer/without", without / 1000, "us"))
-    result.append(("cm.mtp.layer/increase", 100 * (drafted / without - 1), "%"))
-    return [Row(name, value, unit, "calibrated") for name, value, unit in result]
+    rows.append(Row("cm.mtp.layer/with", drafted / 1000, "us", "calibrated"))
+    rows.append(Row("cm.mtp.layer/without", without / 1000, "us", "calibrated"))
+    rows.append(Row("cm.mtp.layer/increase", 100 * (drafted / without - 1), "%", "calibrated"))
+    return rows
 
 
 def third_microbatch(model: str, comm_ratio: float) -> list[Row]:
