@@ -12,6 +12,7 @@ from xdeepserve.engine.dp.preemption import VictimPolicy, last
 from xdeepserve.engine.dp.prefixes import ShouldLoad
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.scheduler import Scheduler
+from xdeepserve.engine.dp.sequence import Sequence
 
 
 class GroupBooks:
@@ -55,6 +56,10 @@ class GroupBooks:
             queued_tokens=sum(n for n, _ in prefills),
             has_long=any(n >= LONG_PROMPT for n, _ in prefills),
         )
+
+    def num_reusable(self, seq: Sequence) -> int:
+        """Return how many tokens of a sequence this group need not compute."""
+        return self.scheduler.prefixes.num_reusable(seq)
 
     @property
     def num_sequences(self) -> int:

@@ -138,9 +138,7 @@ class TEShell(Generic[G]):
         """Return the groups' current statuses and cached tokens, for when asking them costs nothing."""
         groups = [self.groups[rank] for rank in self.health.open_ranks]
         return [
-            Gathered(
-                group.status(), tuple(group.scheduler.prefixes.num_reusable(seqs[0]) for seqs in requests)
-            )
+            Gathered(group.status(), tuple(group.num_reusable(seqs[0]) for seqs in requests))
             for group in groups
         ]
 
