@@ -24,6 +24,7 @@ from xdeepserve.platform.step_pool import TEPool
 from xdeepserve.platform.step_te import StepLimits, StepTE
 from xdeepserve.platform.traces import TracedRequest
 from xdeepserve.prices.step_price import StepPrice
+from xdeepserve.prices.step_run import uncollected
 
 Predict = Callable[[TracedRequest], float]
 EVERY = 500  # requests between two words about progress
@@ -238,6 +239,14 @@ class Fleet:
             for each in requests
         ]
         self._check(requests)
+        with uncollected():
+            self._serve(requests, progress)
+        if self.is_open:
+            waiting = len(self._homeless) + len(self._undecoded)
+            raise XDeepServeError(f"{waiting} requests of the trace wait for a TE, and none comes")
+        return self.served
+
+    def _serve(self, requests: Sequence[TracedRequest], progress: Callable[[int, int], None]) -> None:
         arrived, self._num_left = 0, len(requests)
         while arrived < len(requests) or self._idle or self._has_events:
             event_ns = self._events[0][0] if self._events else math.inf
@@ -253,10 +262,6 @@ class Fleet:
                     progress(arrived, len(requests))
             else:
                 self._next_event()
-        if self.is_open:
-            waiting = len(self._homeless) + len(self._undecoded)
-            raise XDeepServeError(f"{waiting} requests of the trace wait for a TE, and none comes")
-        return self.served
 
     @property
     def _has_events(self) -> bool:

@@ -23,7 +23,7 @@ from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.sequence import SampledToken, Sequence
 from xdeepserve.engine.dp.step import PlannedStep, Scheduled, SeqResult
-from xdeepserve.platform.traced_tokens import TracedTokens
+from xdeepserve.platform.traced_tokens import Name, TracedTokens
 from xdeepserve.platform.traces import TracedRequest
 
 PARAMS: Final = SamplingParams(max_tokens=None)  # of all requests
@@ -44,7 +44,6 @@ class TracedSequence(Sequence):
     cost: int = 0  # of the rest of its prefill
     num_steps: int = 0  # in which it has decoded
     num_own: int | None = None
-    opening: tuple[int, ...] = ()  # the name of its first block
 
     @property
     def is_long(self) -> bool:
@@ -56,12 +55,11 @@ def traced_sequence(
     number: int,
     request: TracedRequest,
     block: int,
-    kv_block: int,
     on_tokens: Callable[[Sequence, list[SampledToken]], bool],
     is_prefilled: bool,
 ) -> TracedSequence:
-    """Make the sequence of a request of a trace with blocks of `block` tokens, for KV blocks of `kv_block`. A
-    prefilled one has its first token."""
+    """Make the sequence of a request of a trace with blocks of `block` tokens. A prefilled one has its first
+    token."""
     length = request.input_length
     token_ids = TracedTokens(number, length + is_prefilled, length, request.blocks, block)
     return TracedSequence(
@@ -75,8 +73,13 @@ def traced_sequence(
         on_tokens=on_tokens,
         num_computed=length if is_prefilled else 0,
         request=request,
-        opening=token_ids[0:kv_block],
     )
+
+
+def opening(seq: Sequence, kv_block: int) -> Name:
+    """Return the name of a sequence's first KV block."""
+    assert isinstance(seq.token_ids, TracedTokens)
+    return seq.token_ids.name(0, kv_block)
 
 
 class Load(NamedTuple):
@@ -103,7 +106,7 @@ class StepGroup(GroupBooks):
 
     def __init__(self, name: GroupId, steps: StepSizes, rtc: RTC, tell: EventLog, tokens_each: float) -> None:
         super().__init__(name, steps, rtc, tell)
-        self._openings = rtc.index.root.children  # by name: first blocks of prompts that are cached
+        self.openings = rtc.index.root.children  # by name: first blocks of prompts that are cached
         self._accepted, self._drafts = tokens_each - 1, [0] * steps.mtp
         self.step: PlannedStep | None = None
         self.load, self.horizon, self.done = Load(), 0, 0
@@ -309,7 +312,7 @@ class StepGroup(GroupBooks):
 
     def num_reusable(self, seq: Sequence) -> int:
         """Return how many tokens of a sequence are cached here; at once where its first block is not."""
-        if seq.opening in self._openings:  # type: ignore[attr-defined]
+        if opening(seq, self.rtc.block_size) in self.openings:
             return super().num_reusable(seq)
         return 0
 

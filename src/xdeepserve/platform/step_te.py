@@ -26,10 +26,10 @@ from xdeepserve.engine.numbers import GroupRank
 from xdeepserve.engine.te.life import Lifetime
 from xdeepserve.engine.te.shell import TEShell
 from xdeepserve.platform import step_group
-from xdeepserve.platform.step_group import StepGroup, TracedSequence, traced_sequence
+from xdeepserve.platform.step_group import StepGroup, TracedSequence, opening, traced_sequence
 from xdeepserve.platform.step_pool import NO_POOL, StepPool, TEPool
 from xdeepserve.platform.step_rtc import StepRTC
-from xdeepserve.platform.traced_tokens import blocks_ending_in
+from xdeepserve.platform.traced_tokens import Name, blocks_ending_in
 from xdeepserve.platform.traces import TracedRequest
 from xdeepserve.prices.step_price import StepCounts, StepPrice
 
@@ -96,10 +96,28 @@ SETTINGS = TESettings(
 )
 
 
-class AllOpen(NamedTuple):
-    """Health of DP groups without dies: all of them may get new work."""
+class Unlike:
+    """DP groups without dies that may get new work: all, but of those that are alike only the first.
 
-    open_ranks: tuple[GroupRank, ...]
+    `num` requests are to be dealt out now; `openings` are names of their first blocks. Groups that have no
+    sequence, and cache no beginning of these requests, are alike to every policy, which takes the first.
+    """
+
+    def __init__(self, groups: Sequence[StepGroup]) -> None:
+        self._groups = groups
+        self.num, self.openings = 0, set[Name]()
+
+    @property
+    def open_ranks(self) -> tuple[GroupRank, ...]:
+        """Ranks of the DP groups that are not alike, and of as many others as there are requests."""
+        found, alike = [], 0
+        for group in self._groups:
+            if group.is_empty and not any(map(group.openings.__contains__, self.openings)):
+                alike += 1
+                if alike > self.num:
+                    continue
+            found.append(group.rank)
+        return tuple(found)
 
 
 class StepTE:
@@ -134,9 +152,9 @@ class StepTE:
         log.act = self._hear
         sizes = limits.sizes(prefills, decodes)
         self.groups = [self._group(GroupRank(rank), sizes, log) for rank in range(price.num_groups)]
-        ranks = tuple(group.rank for group in self.groups)
+        self._open = Unlike(self.groups)
         self.shell: TEShell[StepGroup] = TEShell(
-            *(self.groups, AllOpen(ranks), Lifetime("", log), log, SETTINGS),
+            *(self.groups, self._open, Lifetime("", log), log, SETTINGS),
             *(lambda: 0, lambda: None, None, None),
         )
         self.shell.wake = self._wake
@@ -194,9 +212,7 @@ class StepTE:
 
     def give(self, number: int, request: TracedRequest) -> None:
         """Give the TE a request, prefilled if it only decodes. A DP group is chosen before the next step."""
-        seq = traced_sequence(
-            *(number, request, self.limits.block, self.limits.block_size, self._advance, not self.prefills)
-        )
+        seq = traced_sequence(number, request, self.limits.block, self._advance, not self.prefills)
         self._tasks[number] = seq
         self.positions += self.need_of(request)
         if self.prefills:
@@ -240,6 +256,9 @@ class StepTE:
             for group in self._under_way.values():
                 group.show()
         if shell.pending or shell.arrivals:
+            self._open.num = shell.num_pending
+            size = self.limits.block_size
+            self._open.openings = {opening(seqs[0], size) for seqs in shell.pending}
             shell.deal()
 
     def _advance(self, seq: Seq, tokens: list[SampledToken]) -> bool:
@@ -266,7 +285,7 @@ class StepTE:
             group = self._woken[rank]
             if group.step is not None:
                 self._finish(group)
-            if group.plan():
+            if group.places.has_work and group.plan():
                 self._under_way[rank] = group
             for seq in group.places.running if self.prefills else ():
                 assert isinstance(seq, TracedSequence)

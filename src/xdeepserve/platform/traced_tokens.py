@@ -8,7 +8,7 @@ prompt whose blocks the trace does not know: its name has the number of the requ
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 Name = tuple[int, ...]
@@ -21,12 +21,12 @@ class TracedTokens(list[int]):
     The first `num_known` tokens are those of the trace's `blocks`, each of `size` tokens.
     """
 
-    __slots__ = ("_blocks", "_length", "_num_known", "_number", "_size")
+    __slots__ = ("_length", "name")
 
     def __init__(self, number: int, length: int, num_known: int, blocks: Sequence[int], size: int) -> None:
         super().__init__()
-        self._number, self._length, self._blocks, self._size = number, length, blocks, size
-        self._num_known = min(num_known, len(blocks) * size)
+        self._length = length
+        self.name = _namer(number, min(num_known, len(blocks) * size), blocks, size)
 
     def __len__(self) -> int:
         return self._length
@@ -37,13 +37,13 @@ class TracedTokens(list[int]):
     def __getitem__(self, index: Any) -> Any:
         if not isinstance(index, slice):
             raise TypeError("tokens of a trace have no ids")
-        if index.start is None:
-            length = len(range(*index.indices(self._length)))
-            return TracedTokens(self._number, length, self._num_known, self._blocks, self._size)
-        start, stop, size = index.start, index.stop, self._size
-        if stop > self._num_known:
-            return OWN, self._number, start
-        return (*self._blocks[start // size : stop // size], self._blocks[(stop - 1) // size], stop)
+        if index.start is not None:
+            return self.name(index.start, index.stop)
+        first = TracedTokens.__new__(TracedTokens)
+        length, stop = self._length, index.stop
+        first._length = min(length, stop) if stop >= 0 else max(0, length + stop)
+        first.name = self.name
+        return first
 
     def __iadd__(self, tokens: Any) -> TracedTokens:  # type: ignore[override,misc]
         self._length += len(tokens)
@@ -52,6 +52,23 @@ class TracedTokens(list[int]):
     def grow(self, count: int) -> None:
         """Append `count` generated tokens."""
         self._length += count
+
+
+def _namer(number: int, num_known: int, blocks: Sequence[int], size: int) -> Callable[[int, int], Name]:
+    """Make the function that names a sequence's blocks, from start to stop; each is named once."""
+    names: dict[int, Name] = {}
+
+    def name(start: int, stop: int) -> Name:
+        found = names.get(stop)
+        if found is None:
+            if stop > num_known:
+                found = OWN, number, start
+            else:
+                found = (*blocks[start // size : stop // size], blocks[(stop - 1) // size], stop)
+            names[stop] = found
+        return found
+
+    return name
 
 
 def blocks_ending_in(name: Name) -> Name:

@@ -22,7 +22,6 @@ from collections.abc import Sequence as Seq
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
-import numpy as np
 
 from xdeepserve.engine.balance.dp import Candidate, DecodePolicy, DispatchPolicy, GroupStatus
 from xdeepserve.engine.balance.trigger import EPLBTrigger
@@ -136,23 +135,20 @@ class TEShell(Generic[G]):
 
     def _known(self, requests: Seq[list[Sequence]]) -> list[Gathered]:
         """Return the groups' current statuses and cached tokens, for when asking them costs nothing."""
+        firsts = [seqs[0] for seqs in requests]
         groups = [self.groups[rank] for rank in self.health.open_ranks]
-        return [
-            Gathered(group.status(), tuple(group.num_reusable(seqs[0]) for seqs in requests))
-            for group in groups
-        ]
+        return [Gathered(group.status(), tuple(map(group.num_reusable, firsts))) for group in groups]
 
     def _deal(self, requests: Seq[list[Sequence]], known: Seq[Gathered]) -> None:
         """Deal waiting requests out to groups, at the start of a step, by the groups' known statuses.
 
         Requests that were aborted meanwhile have no sequences left.
         """
-        cached = np.zeros((len(requests), len(self.groups)), np.int64)
+        cached = [[0] * len(self.groups) for _ in requests]
         for status, prompts in known:
-            cached[:, status.rank] = prompts
-        candidates = [
-            self._candidate(seqs, tuple(row)) for seqs, row in zip(requests, cached.tolist(), strict=True)
-        ]
+            for row, num_tokens in zip(cached, prompts, strict=True):
+                row[status.rank] = num_tokens
+        candidates = [self._candidate(seqs, tuple(row)) for seqs, row in zip(requests, cached, strict=True)]
         statuses = [each.status for each in known]
         max_tokens = self.groups[0].steps.max_tokens
         pairs = self._assign(candidates, statuses, max_tokens, self._dispatch_turn)
