@@ -6,11 +6,13 @@ import pytest
 from tests.platform.tools import LIMITS, PRICE, small
 from xdeepserve.engine.deploy.policies import ROUTE
 from xdeepserve.errors import InputError
-from xdeepserve.platform import step_te
+from xdeepserve.platform import step_group
 from xdeepserve.platform.fleet import Fleet
 from xdeepserve.platform.fleet_words import Decision, FleetTE, ServedRequest
 from xdeepserve.platform.traces import TracedRequest
 from xdeepserve.prices.step_price import StepCounts, StepPrice
+
+SCARCE = {"num_positions": 2048}
 
 
 def fleet(count: int = 3, **options: object) -> Fleet:
@@ -30,14 +32,48 @@ def test_a_request_alone_costs_its_steps() -> None:
     assert served.tpot_ns == pytest.approx(rest / 4, rel=1e-12)
 
 
-def test_runs_cost_what_their_steps_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a fuller group overtakes one of longer contexts within a run, a line is not quite it."""
-    in_runs = {each.number: each for each in fleet().run(small())}
-    monkeypatch.setattr(step_te, "LONGEST_RUN", 1)
-    one_by_one = {each.number: each for each in fleet().run(small())}
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_positions": 2048},
+        {"num_positions": 2048, "kv_block": 32},
+        {"rows_each": 2},
+        {"tokens_each": 1.9},
+    ],
+    ids=["plenty", "scarce", "larger blocks", "drafts in vain", "drafts"],
+)
+def test_steps_taken_at_once_are_those_taken_one_by_one(
+    changes: dict[str, int], seed: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler plans each step where runs have one. Prices in a run take accepted drafts for their
+    mean."""
+    has_drafts = changes.get("tokens_each", 1) > 1
+    limits = LIMITS._replace(**{**changes, **({"rows_each": 2} if has_drafts else {})})
+    trace = [each for each in small(seed) if each.input_length + each.output_length <= 2048]
+
+    def served() -> tuple[dict[int, ServedRequest], int, int]:
+        one = Fleet([FleetTE(f"te {n}", PRICE, limits) for n in range(count)])
+        found = {each.number: each for each in one.run(trace)}
+        one.check_integrity()
+        groups = [group for stepper in one.steppers for group in stepper.groups]
+        preempted = sum(group.scheduler.preemption.count for group in groups)
+        return found, preempted, sum(group.scheduler.stats.rows_per_step.total() for group in groups)
+
+    in_runs, preempted, num_steps = served()
+    monkeypatch.setattr(step_group, "LONGEST_RUN", 1)
+    one_by_one, also_preempted, also_steps = served()
+    if has_drafts:
+        times = [[each.last_ns - each.at_ns for each in found.values()] for found in (in_runs, one_by_one)]
+        assert sum(times[0]) == pytest.approx(sum(times[1]), rel=0.01)
+        return
+    assert (preempted, num_steps) == (also_preempted, also_steps)
     for number, each in one_by_one.items():
-        assert in_runs[number].first_ns == pytest.approx(each.first_ns, rel=1e-3)
-        assert in_runs[number].last_ns == pytest.approx(each.last_ns, rel=1e-3)
+        mine = in_runs[number]
+        assert (mine.first_ns, mine.last_ns) == pytest.approx((each.first_ns, each.last_ns), rel=1e-9)
+        assert (mine.te, mine.num_cached) == (each.te, each.num_cached)
 
 
 @pytest.mark.parametrize("policy", sorted(ROUTE.rows))
@@ -63,8 +99,7 @@ def test_integrity_at_every_event() -> None:
         number += 1
         one.check_integrity()
         for te in range(3):  # nothing is stale: the global tree knows what TEs have
-            mine = one.steppers[te].tree
-            for block in [*mine.blocks][:50]:
+            for block in [*one.steppers[te].held][:50]:
                 assert te in one.tree.match([block])
 
     one = fleet(explain=look)
@@ -75,7 +110,7 @@ def test_integrity_at_every_event() -> None:
 def test_a_prefix_is_found_until_others_need_its_room() -> None:
     chat = TracedRequest(0, 160, 2, tuple(range(10)))
     again = chat._replace(at_ns=10**9)
-    assert [each.num_cached for each in fleet(1).run([chat, again])] == [0, 159]
+    assert [each.num_cached for each in fleet(1).run([chat, again])] == [0, 144], "its last token is computed"
     others = [
         TracedRequest(10**9 + n, 2000, 500, tuple(range(1000 * n, 1000 * n + 125))) for n in range(1, 9)
     ]

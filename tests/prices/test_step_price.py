@@ -52,7 +52,8 @@ def counts(price: StepPrice, shares_of: Shares, mtp: int) -> StepCounts:
     context = [sum(rows * before + rows * (rows + 1) / 2 for before, rows in group) for group in groups]
     read = [sum(before + rows for before, rows in group) for group in groups]
     most = max(range(len(groups)), key=lambda g: price.attention(rows[g], context[g], read[g]))
-    return StepCounts(max(rows), sum(rows), context[most], read[most])
+    logits = [sum(1 if s.rows else 1 + mtp for s in shares_of(group)) for group in range(price.num_groups)]
+    return StepCounts(max(rows), sum(rows), context[most], read[most], max(logits))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """The serverless platform over many TEs (DeepServe 3, 5 and 6): traffic, the TEs that serve it, and results.
 
 - `traces`: requests of public traces, and `made_traffic`, a seeded generator with adjustable statistics
-- `step_te`, `fleet`: TEs at the grain of a step, and requests on their way to them
+- `step_te`, `step_group`, `fleet`: TEs at the grain of a step, by the engine's TE-shell and schedulers on DP
+  groups without dies, and requests on their way to them
 - `auto_scaler`, `scale_up`, `fleet_scaling`: the number of TEs that a load needs, the cost of a new TE, and
   growth and shrinking
 - `role_ratio`, `fleet_roles`: the numbers of prefill and decode TEs, and changes of roles

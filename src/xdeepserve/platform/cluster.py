@@ -30,7 +30,7 @@ import msgspec
 from msgspec import Meta
 
 from xdeepserve.engine.build import PodPlan
-from xdeepserve.engine.deploy.deployment import CacheConfig, Deployment, SchedulerConfig
+from xdeepserve.engine.deploy.deployment import CacheConfig, Deployment, ExecutionConfig, SchedulerConfig
 from xdeepserve.engine.deploy.policies import ROUTE, Route
 from xdeepserve.engine.description import memory_uses
 from xdeepserve.engine.ways.routing import TimingConfig
@@ -57,6 +57,7 @@ from xdeepserve.reading import Mistake, read
 
 MAX_TES, MAX_DIES = 4096, 768
 FAR, FAR_STEP = 0.05, 4  # with a lesser share within bounds, four times as many TEs are tried next
+KV_BLOCK = 128  # positions
 PLATEAU = 2  # such steps without a gain, in a row: more TEs do not help
 GAIN = 0.99  # of the mean time that requests wait: less is a gain
 FleetChange = FleetScaler | FleetRoles | FleetPool  # what a fleet's TEs or servers follow
@@ -209,7 +210,7 @@ def priced_kinds(
     model, prices = resolve_model(cluster.model), dict[Deployment, tuple[StepPrice, int]]()
 
     def price_of(te: ClusterTE) -> tuple[StepPrice, int]:
-        deployment = deployment_of(te)
+        deployment = deployment_of(te, block)
         if deployment not in prices:
             positions = kv_positions(model, deployment)  # refused before prices are found
             prices[deployment] = priced(model, deployment, progress), positions
@@ -219,15 +220,19 @@ def priced_kinds(
     for te in cluster.te:
         price, positions = price_of(te)
         tokens = sum(te.acceptance**drafts for drafts in range(te.mtp + 1))
-        limits = StepLimits(te.max_num_seqs, te.max_num_batched_tokens, positions, block, 1 + te.mtp, tokens)
+        limits = StepLimits(
+            *(te.max_num_seqs, te.max_num_batched_tokens, positions, block, 1 + te.mtp, tokens),
+            kv_block=deployment_of(te, block).cache.block_size,
+        )
         apart = (price, limits) if te.apart else None
         moves = te.apart or te.role != "both"
         kinds.append(PricedKind(price, limits, apart, transfer_ns(model) if moves else 0.0, te.role))
     return kinds
 
 
-def deployment_of(te: ClusterTE) -> Deployment:
-    """Make the deployment of a TE for the engine, or of a half of a TE that is apart."""
+def deployment_of(te: ClusterTE, block: int = KV_BLOCK) -> Deployment:
+    """Make the deployment of a TE for the engine, or of a half of a TE that is apart. Its KV blocks are no
+    smaller than the trace's, of `block` tokens."""
     dies = te.dies // 2 if te.apart else te.dies
     return Deployment(
         name=f"{dies} dies",
@@ -238,7 +243,8 @@ def deployment_of(te: ClusterTE) -> Deployment:
         scheduler=SchedulerConfig(
             max_num_seqs=te.max_num_seqs, max_num_batched_tokens=te.max_num_batched_tokens
         ),
-        cache=CacheConfig(block_size=128, prefix=False),
+        cache=CacheConfig(block_size=max(KV_BLOCK, -(-block // 16) * 16)),
+        execution=ExecutionConfig(),
     )
 
 

@@ -8,9 +8,10 @@ had one.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -19,9 +20,11 @@ from xdeepserve.engine.balance.prompt_tree import PromptTree
 from xdeepserve.engine.balance.te_policies import Known, RoutedRequest, best, scores
 from xdeepserve.errors import InputError, XDeepServeError
 from xdeepserve.platform.fleet_words import Decision, FleetTE, ServedRequest
-from xdeepserve.platform.step_te import StepLimits, StepTE, TETask
+from xdeepserve.platform.step_pool import TEPool
+from xdeepserve.platform.step_te import StepLimits, StepTE
 from xdeepserve.platform.traces import TracedRequest
 from xdeepserve.prices.step_price import StepPrice
+from xdeepserve.prices.step_run import uncollected
 
 Predict = Callable[[TracedRequest], float]
 EVERY = 500  # requests between two words about progress
@@ -35,6 +38,13 @@ class Pool(Protocol):
     def match(self, blocks: tuple[int, ...]) -> int: ...
 
     def use(self, blocks: tuple[int, ...], known: int) -> None: ...
+
+
+class Sent(NamedTuple):
+    """A request on its way, by its number; or what is left of one that has moved."""
+
+    number: int
+    request: TracedRequest
 
 
 class Fleet:
@@ -70,18 +80,20 @@ class Fleet:
         self._lost: set[int] = set()
         self.moving: set[int] = set()  # that others go on for
         self._whole: dict[int, TracedRequest] = {}  # by number, of those that have moved
-        self._events: list[tuple[float, int, int, TETask | Callable[[], None] | None]] = []
+        self._events: list[tuple[float, int, int, Sent | Callable[[], None] | None]] = []
         self._num_looks = 0  # of these events, those that bring nothing by themselves
         self._order = 0
         self._valid: list[int] = []  # the order of the event that ends what is under way, of each stepper
         self.served: list[ServedRequest] = []
         self._first: dict[int, tuple[float, int, int]] = {}  # by number: first token, cached, TE
-        self._homeless: list[TETask] = []  # for whom there is no TE
-        self._undecoded: list[TETask] = []  # whose KV has nowhere to go
+        self._homeless: list[Sent] = []  # for whom there is no TE
+        self._undecoded: list[Sent] = []  # whose KV has nowhere to go
         self._num_left = 0  # requests that have not ended
+        self._idle: dict[int, None] = {}  # steppers that have got something, and are to begin
         self.on_end: Callable[[ServedRequest], None] = lambda each: None
         self.on_arrive: Callable[[TracedRequest], None] = lambda each: None
         self.pool: Pool | None = None
+        self._computing: dict[int, None] = {}  # TEs whose queues become shorter in their steps under way
         for te in tes:
             self.join(te)
 
@@ -91,11 +103,26 @@ class Fleet:
                 self._notices.append((self.now, te, blocks, has))
 
         index = len(self.steppers)
-        self.steppers.append(
-            StepTE(price, limits, prefills, decodes, tell, lambda task: self._fetch(index, task))
-        )
+        self.steppers.append(StepTE(price, limits, prefills, decodes, tell))
         self._owners.append(te)
         self._valid.append(-1)
+        if self.pool is not None:
+            self._share(index, self.pool)
+
+    def share(self, pool: Pool) -> None:
+        """Share a memory pool among all TEs, and those that join later."""
+        self.pool = pool
+        for index in range(len(self.steppers)):
+            self._share(index, pool)
+
+    def _share(self, index: int, pool: Pool) -> None:
+        block = self.steppers[index].limits.block
+
+        def bring(num_tokens: int, came: Callable[[], None]) -> None:
+            self.at(self.now + pool.block_ns * num_tokens / block, lambda: self._fetched(index, came))
+
+        match = pool.match
+        self.steppers[index].use_pool(TEPool(lambda asked: match(asked.blocks) * block, bring))
 
     # ---- TEs that come and go -----------------------------------------------------------------------
 
@@ -121,7 +148,7 @@ class Fleet:
             self._arrive(task.number, task.request)
         undecoded, self._undecoded = self._undecoded, []
         for task in undecoded:
-            self._send(task, te)
+            self._send(*task, te)
 
     def drain(self, te: int) -> None:
         """Let a TE take nothing more and finish the requests that it has."""
@@ -141,7 +168,7 @@ class Fleet:
         for index in self._halves(te):
             self._valid[index] = -1
             for task in self.steppers[index].tasks():
-                self._arrive(task.number, self._whole.pop(task.number, task.request))
+                self._arrive(task.seq_id, self._whole.pop(task.seq_id, task.request))
 
     def move_out(self, te: int) -> None:
         """Move a decode TE's requests to other TEs at the end of its step. KV on its way to the TE goes on to
@@ -156,16 +183,13 @@ class Fleet:
             self._schedule(index, self.steppers[index].ends_at)
 
     def _move(self, index: int) -> None:
-        for task, left in self.steppers[index].move_out():
-            request = task.request
-            self._whole.setdefault(task.number, request)
-            done = request.input_length + request.output_length - 1 - left
-            part = request._replace(input_length=done, output_length=left + 1)
-            self._send(TETask(task.number, part, task.number), self._owners[index])
+        for seq, left in self.steppers[index].move_out():
+            self._whole.setdefault(seq.seq_id, seq.request)
+            self._send(seq.seq_id, left, self._owners[index])
 
     def is_empty(self, te: int) -> bool:
         """Whether a TE has no requests, and none is on its way to it."""
-        coming = any(isinstance(what, TETask) and self._owners[at] == te for _, _, at, what in self._events)
+        coming = any(isinstance(what, Sent) and self._owners[at] == te for _, _, at, what in self._events)
         has_any = coming or any(stepper.num_tasks for stepper in self.steppers_of(te))
         return self.is_lost(te) or not has_any
 
@@ -215,9 +239,21 @@ class Fleet:
             for each in requests
         ]
         self._check(requests)
+        with uncollected():
+            self._serve(requests, progress)
+        if self.is_open:
+            waiting = len(self._homeless) + len(self._undecoded)
+            raise XDeepServeError(f"{waiting} requests of the trace wait for a TE, and none comes")
+        return self.served
+
+    def _serve(self, requests: Sequence[TracedRequest], progress: Callable[[int, int], None]) -> None:
         arrived, self._num_left = 0, len(requests)
-        while arrived < len(requests) or len(self._events) > (self._num_looks if self.is_open else 0):
-            if arrived < len(requests) and (not self._events or requests[arrived].at_ns < self._events[0][0]):
+        while arrived < len(requests) or self._idle or self._has_events:
+            event_ns = self._events[0][0] if self._events else math.inf
+            arrival_ns = requests[arrived].at_ns if arrived < len(requests) else math.inf
+            if self._idle and min(event_ns, arrival_ns) > self.now:
+                self._begin_idle()
+            elif arrival_ns < event_ns:
                 self.now = float(requests[arrived].at_ns)
                 self.on_arrive(requests[arrived])
                 self._arrive(arrived, requests[arrived])
@@ -226,13 +262,14 @@ class Fleet:
                     progress(arrived, len(requests))
             else:
                 self._next_event()
-        if self.is_open:
-            waiting = len(self._homeless) + len(self._undecoded)
-            raise XDeepServeError(f"{waiting} requests of the trace wait for a TE, and none comes")
-        return self.served
+
+    @property
+    def _has_events(self) -> bool:
+        """Whether an event is left that can change something."""
+        return len(self._events) > (self._num_looks if self.is_open else 0)
 
     def _check(self, requests: Sequence[TracedRequest]) -> None:
-        room = min(stepper.limits.num_positions for stepper in self.steppers)
+        room = min(each.limits.num_blocks * each.limits.block_size for each in self.steppers)
         for number, each in enumerate(requests):
             if each.input_length + each.output_length > room:
                 raise InputError(
@@ -242,40 +279,28 @@ class Fleet:
 
     def _arrive(self, number: int, request: TracedRequest) -> None:
         if not self._takes.any():
-            self._homeless.append(TETask(number, request, number))
+            self._homeless.append(Sent(number, request))
             return
-        task = TETask(number, request, number)
-        if self.pool is not None:
-            task.pooled = self.pool.match(request.blocks)
-        self._come(self._fronts[self._choose(number, request, task.pooled)], task)
+        pooled = 0 if self.pool is None else self.pool.match(request.blocks)
+        self._come(self._fronts[self._choose(number, request, pooled)], Sent(number, request))
 
-    def _fetch(self, index: int, task: TETask) -> bool:
-        """Fetch the blocks of a prompt that the pool has and the DP group lacks, in the time that they take.
-        Returns whether there are any."""
-        if self.pool is None:
-            return False
-        task.pooled = self.pool.match(task.request.blocks)
-        num_more = task.pooled - task.own
-        if num_more > 0:
-            self.at(self.now + self.pool.block_ns * num_more, lambda: self._fetched(index, task))
-        return num_more > 0
-
-    def _fetched(self, index: int, task: TETask) -> None:
+    def _fetched(self, index: int, came: Callable[[], None]) -> None:
         if self._owners[index] not in self._lost:  # else it has begun again elsewhere
-            self._between(index, self.steppers[index].fetched, task)
+            self._between(index, came)
 
-    def _come(self, index: int, task: TETask) -> None:
-        if self.tes[self._owners[index]].role == "decode":
-            self.steppers[index].coming -= self.steppers[index].need_of(task.request)
-        if self._owners[index] in self._lost:  # while its KV was on the way
-            self._arrive(task.number, self._whole.pop(task.number, task.request))
+    def _come(self, index: int, sent: Sent) -> None:
+        stepper, te = self.steppers[index], self._owners[index]
+        if self.tes[te].role == "decode":
+            stepper.coming -= stepper.need_of(sent.request)
+        if te in self._lost:  # while its KV was on the way
+            self._arrive(sent.number, self._whole.pop(sent.number, sent.request))
             return
-        if self._owners[index] in self.moving:
-            self._send(task, self._owners[index])
+        if te in self.moving:
+            self._send(*sent, te)
             return
-        self._between(index, self.steppers[index].give, task)
+        self._between(index, lambda: stepper.give(*sent))
 
-    def _between(self, index: int, act: Callable[[TETask], None], task: TETask) -> None:
+    def _between(self, index: int, act: Callable[[], None]) -> None:
         """Give a stepper something to do between steps: interrupt its run at the end of a step, then act."""
         stepper = self.steppers[index]
         if not stepper.is_idle:
@@ -283,17 +308,25 @@ class Fleet:
             stepper.interrupt(self.now)
             if stepper.ends_at != before:
                 self._schedule(index, stepper.ends_at)
-        act(task)
+        act()
         if stepper.is_idle:
-            self._begin(index)
+            self._idle[index] = None
         self._note(index)
+
+    def _begin_idle(self) -> None:
+        """Begin steps of idle TEs that have got something, after all that comes at the same time."""
+        idle, self._idle = self._idle, {}
+        for index in idle:
+            if self._owners[index] not in self._lost and self.steppers[index].is_idle:
+                self._begin(index)
+                self._note(index)
 
     def _begin(self, index: int) -> None:
         ends = self.steppers[index].begin(self.now)
         if ends is not None:
             self._schedule(index, ends)
 
-    def _schedule(self, index: int, at: float, task: TETask | None = None) -> None:
+    def _schedule(self, index: int, at: float, task: Sent | None = None) -> None:
         heapq.heappush(self._events, (at, self._order, index, task))
         if task is None:
             self._valid[index] = self._order
@@ -301,7 +334,7 @@ class Fleet:
 
     def _next_event(self) -> None:
         at, order, index, what = heapq.heappop(self._events)
-        if isinstance(what, TETask):
+        if isinstance(what, Sent):
             self.now = at
             self._come(index, what)
             return
@@ -314,41 +347,41 @@ class Fleet:
         self.now = at
         stepper = self.steppers[index]
         first, done = stepper.end()
-        for task in first:
-            self._first.setdefault(task.number, (self.now, task.cached, self._owners[index]))
+        for seq in first:
+            self._first.setdefault(seq.seq_id, (self.now, seq.num_cached, self._owners[index]))
             if self.pool is not None:
-                whole = task.request.input_length // stepper.limits.block
-                self.pool.use(task.request.blocks[:whole], task.own)
-        for task in done:
-            if stepper.decodes or task.request.output_length == 1:
-                self._end(index, task)
+                block, own = stepper.limits.block, seq.num_cached if seq.num_own is None else seq.num_own
+                self.pool.use(seq.request.blocks[: seq.num_prompt // block], own // block)
+        for seq in done:
+            if stepper.decodes or seq.max_tokens == 1:
+                self._end(index, seq.seq_id, seq.request)
             else:
-                self._send(task, self._owners[index])
+                self._send(seq.seq_id, seq.request, self._owners[index])
         if self._owners[index] in self.moving:
             self._move(index)
         self._begin(index)
         self._note(index)
 
-    def _send(self, task: TETask, te: int) -> None:
+    def _send(self, number: int, request: TracedRequest, te: int) -> None:
         """Send a prompt's KV to its decoder: the TE's other half, or the decode TE with the least KV."""
-        request, index = task.request, self._fronts[te] + 1
+        index = self._fronts[te] + 1
         if self.tes[te].apart is None:
             decoders = [each for each in self.serving if self.tes[each].role == "decode"]
             if not decoders:
-                self._undecoded.append(task)
+                self._undecoded.append(Sent(number, request))
                 return
             index = min(
                 map(self._fronts.__getitem__, decoders), key=lambda at: (self.steppers[at].kv_load, at)
             )
             self.steppers[index].coming += self.steppers[index].need_of(request)
         later = self.now + self.tes[te].transfer_ns * request.input_length
-        self._schedule(index, later, TETask(task.number, request, task.number))
+        self._schedule(index, later, Sent(number, request))
 
-    def _end(self, index: int, task: TETask) -> None:
-        first_ns, cached, first_te = self._first.pop(task.number)
-        request = self._whole.pop(task.number, task.request)
+    def _end(self, index: int, number: int, request: TracedRequest) -> None:
+        first_ns, cached, first_te = self._first.pop(number)
+        request = self._whole.pop(number, request)
         served = ServedRequest(
-            task.number, self._owners[index], request.at_ns, first_ns, self.now,
+            number, self._owners[index], request.at_ns, first_ns, self.now,
             request.input_length, request.output_length, cached, first_te,
         )  # fmt: skip
         self.served.append(served)
@@ -364,6 +397,9 @@ class Fleet:
         stepper, known = self.steppers[front], self.known
         halves = self.steppers_of(te)
         known.queued[te] = stepper.queued / stepper.price.num_groups
+        self._computing.pop(te, None)
+        if stepper.computes_chunks:
+            self._computing[te] = None
         known.has_long[te], known.has_short[te] = stepper.num_long > 0, stepper.num_short > 0
         known.sequences[te] = sum(half.num_tasks for half in halves)
         known.kv_load[te] = max(half.kv_load for half in halves)
@@ -381,6 +417,9 @@ class Fleet:
         for te, num_blocks in found.items():
             tokens = num_blocks * self.tes[te].limits.block
             known.cached[te] = min(tokens, request.input_length - 1)
+        for te in self._computing:
+            stepper = self.steppers[self._fronts[te]]
+            known.queued[te] = stepper.queued_at(self.now) / stepper.price.num_groups
         predicted = self.predict(request)
         asked = RoutedRequest(number, request.input_length, predicted)
         if self._takes.all():

@@ -35,7 +35,7 @@ class FleetPool:
         self._counted_at = 0.0
         self._used: deque[tuple[float, list[int]]] = deque()  # when, what each number would have found
         self._is_changing = False
-        fleet.pool = self
+        fleet.share(self)
         fleet.look_at(0.0, self._look)
 
     def match(self, blocks: tuple[int, ...]) -> int:

@@ -1,28 +1,37 @@
-"""A TE at the grain of a step: its scheduler's decisions by counts, at the price of each step.
+"""A TE at the grain of a step: the engine's TE-shell and schedulers decide, and a step takes its price.
 
-Decode-only steps are taken in runs, up to the next end of a request. Contexts grow by a known number in each
-step, so prices rise along a line, and a run costs the sum of its steps. A request that arrives meanwhile ends
-the run after the step under way. So the simulation's work grows with requests and chunks of prompts, not with
-tokens or TEs.
+Each DP group is the engine's own without dies (`step_group.py`), so prompts are dealt out and cut, KV blocks
+are allocated, shared, evicted and taken back as in the engine. Only the inside of a step is left out: its
+duration is the price for its rows and contexts (`prices/step_price.py`).
 
-Each DP group has KV and a prefix cache of its own. A block shared by a running request is also counted as its
-own, so there is a little less room here than in `engine/dp/rtc.py`.
+Steps are taken in runs, up to the next change in any DP group. Contexts grow by a known number in each step,
+so prices rise along a line, and a run costs the sum of its steps. A request that arrives meanwhile ends the
+run after the step under way. So the simulation's work grows with requests and not with tokens or TEs.
 """
 
 from __future__ import annotations
 
-import heapq
-import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from xdeepserve.engine.balance.dp import LONG_PROMPT, prefill_cost
-from xdeepserve.engine.balance.prompt_tree import PromptTree
+from xdeepserve.engine.balance.dp import ATTENTION, GroupStatus
+from xdeepserve.engine.deploy.deployment import HealthConfig, RecoveryConfig
+from xdeepserve.engine.deploy.sizes import StepSizes, TESettings
+from xdeepserve.engine.dp.events import EventLog, Given, GroupId, Observed
+from xdeepserve.engine.dp.prefix_index import Node
+from xdeepserve.engine.dp.sequence import SampledToken
+from xdeepserve.engine.dp.sequence import Sequence as Seq
+from xdeepserve.engine.numbers import GroupRank
+from xdeepserve.engine.te.life import Lifetime
+from xdeepserve.engine.te.shell import TEShell
+from xdeepserve.platform import step_group
+from xdeepserve.platform.step_group import StepGroup, TracedSequence, opening, traced_sequence
+from xdeepserve.platform.step_pool import NO_POOL, StepPool, TEPool
+from xdeepserve.platform.step_rtc import StepRTC
+from xdeepserve.platform.traced_tokens import Name, blocks_ending_in
 from xdeepserve.platform.traces import TracedRequest
 from xdeepserve.prices.step_price import StepCounts, StepPrice
-
-# What a TE at the grain of a step has to do for one request, and what its DP groups have room for.
 
 
 class StepLimits(NamedTuple):
@@ -34,6 +43,7 @@ class StepLimits(NamedTuple):
     block            tokens of a block of the trace
     rows_each        of a sequence that decodes, in a step: one, and its drafts
     tokens_each      that it gets of them on average
+    kv_block         positions of a KV block; 0: as many as a block of the trace has
     """
 
     num_seqs: int
@@ -42,39 +52,79 @@ class StepLimits(NamedTuple):
     block: int
     rows_each: int = 1
     tokens_each: float = 1.0
-
-
-class TETask:
-    """A request's prefill, decode or both, at a TE.
-
-    A memory pool has the first `pooled` blocks of its prompt; its DP group has `own` blocks in its cache.
-    """
-
-    __slots__ = (
-        *("base", "before", "cached", "cost", "group", "left", "need", "number", "own", "pooled", "request"),
-        "serial",
-    )
-
-    def __init__(self, number: int, request: TracedRequest, serial: int) -> None:
-        self.number, self.request, self.serial = number, request, serial
-        self.group, self.cached, self.before, self.left = -1, 0, 0, 0
-        self.cost, self.base, self.need = 0.0, 0.0, 0
-        self.own = self.pooled = 0
+    kv_block: int = 0
 
     @property
-    def is_long(self) -> bool:
-        return self.request.input_length >= LONG_PROMPT
+    def block_size(self) -> int:
+        """Positions of a KV block."""
+        return self.kv_block or self.block
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks of a DP group."""
+        return self.num_positions // self.block_size
+
+    def sizes(self, prefills: bool, decodes: bool) -> StepSizes:
+        """Return the limits as the engine's scheduler reads them."""
+        mtp = self.rows_each - 1
+        return StepSizes(
+            role="both" if prefills and decodes else "prefill" if prefills else "decode",
+            max_model_len=self.num_blocks * self.block_size,
+            max_tokens=self.num_rows,
+            max_part=self.num_rows,
+            max_seqs=self.num_seqs,
+            max_logit_rows=min(self.num_rows, max(64, self.num_seqs * self.rows_each)),
+            mtp=mtp,
+            num_mtp_layers=mtp,
+            caches_prefixes=prefills,
+        )
 
 
-LONGEST_RUN = 256  # steps whose prices are taken for a line
+WHOLE = round(2 / ATTENTION)  # a prefill cost of 1 in units in which every cost is a whole number
+SETTINGS = TESettings(
+    dispatch="collaborative",
+    decode="kv",
+    victim="last",
+    eviction="lru",
+    placement="eplb",
+    status_period_ns=0,
+    execution=None,
+    seed=0,
+    health=HealthConfig(),
+    recovery=RecoveryConfig(),
+    invariants=False,
+)
+
+
+class Unlike:
+    """DP groups without dies that may get new work: all, but of those that are alike only the first.
+
+    `num` requests are to be dealt out now; `openings` are names of their first blocks. Groups that have no
+    sequence, and cache no beginning of these requests, are alike to every policy, which takes the first.
+    """
+
+    def __init__(self, groups: Sequence[StepGroup]) -> None:
+        self._groups = groups
+        self.num, self.openings = 0, set[Name]()
+
+    @property
+    def open_ranks(self) -> tuple[GroupRank, ...]:
+        """Ranks of the DP groups that are not alike, and of as many others as there are requests."""
+        found, alike = [], 0
+        for group in self._groups:
+            if group.is_empty and not any(map(group.openings.__contains__, self.openings)):
+                alike += 1
+                if alike > self.num:
+                    continue
+            found.append(group.rank)
+        return tuple(found)
 
 
 class StepTE:
     """A TE at the grain of a step: requests come by `give`, and time passes by `begin` and `end`.
 
     `prefills` and `decodes` say which halves of a request it does. `tell(blocks, has)` is called when it has
-    new blocks of prompts, or has lost some. `fetch(task)` asks for blocks that a pool has and the DP group
-    lacks. It returns whether they are on their way; then `fetched` will be called.
+    new blocks of prompts, or has lost some.
     """
 
     def __init__(
@@ -84,36 +134,60 @@ class StepTE:
         prefills: bool = True,
         decodes: bool = True,
         tell: Callable[[Sequence[int], bool], None] = lambda blocks, has: None,
-        fetch: Callable[[TETask], bool] = lambda task: False,
     ) -> None:
-        count = price.num_groups
         self.price, self.limits, self.prefills, self.decodes = price, limits, prefills, decodes
-        self.tell, self.fetch = tell, fetch
-        self.tree = PromptTree()  # of its DP groups
-        self.waiting: deque[TETask] = deque()
-        self.num_tasks = self.num_long = self.num_short = 0
-        self.queued = self.positions = 0.0  # prefill cost, and KV positions, of all that it has
+        self.tell, self._pool = tell, NO_POOL
+        self.waiting: deque[TracedSequence] = deque()  # that the TE-shell does not know yet
+        self.num_long = self.num_short = 0
+        self._queued = 0  # prefill cost of all that it has, in parts of WHOLE, so that nothing is rounded
+        self.positions = 0.0  # of KV, of all that it has
         self.coming = 0.0  # positions whose KV is on its way from TEs that prefill
         self.busy_ns = self.prefill_ns = 0.0  # in steps, and in those that have parts of prompts
         self.num_steps = 0
-        self._queues: list[deque[TETask]] = [deque() for _ in range(count)]
-        self._fetching: list[dict[int, TETask]] = [{} for _ in range(count)]  # by serial: KV is on its way
-        self._queued = [0.0] * count
-        self._active: dict[int, None] = {}  # groups that prefill
-        self._running = [0] * count
-        self._bases = [0.0] * count  # of the sequences that decode: their context when no step had been taken
-        self._held = [0] * count
-        self._caches: list[dict[int, None]] = [{} for _ in range(count)]
-        self._ends: list[tuple[int, int, TETask]] = []
-        self._step = 0
-        self._chunks: list[tuple[TETask, int]] = []
-        self._start = self._first = self._slope = 0.0
+        self.held = Counter[int]()  # DP groups that have a block of the trace, by its number
+        self._tasks: dict[int, TracedSequence] = {}  # by number
+        self._first: list[TracedSequence] = []  # of the step that ends
+        self._done: list[TracedSequence] = []
+        log = EventLog()
+        log.act = self._hear
+        sizes = limits.sizes(prefills, decodes)
+        self.groups = [self._group(GroupRank(rank), sizes, log) for rank in range(price.num_groups)]
+        self._open = Unlike(self.groups)
+        self.shell: TEShell[StepGroup] = TEShell(
+            *(self.groups, self._open, Lifetime("", log), log, SETTINGS),
+            *(lambda: 0, lambda: None, None, None),
+        )
+        self.shell.wake = self._wake
+        self._woken: dict[GroupRank, StepGroup] = {}  # to be planned anew
+        self._under_way: dict[GroupRank, StepGroup] = {}
+        self._start = self._price = self._slope = 0.0
         self._count = 0  # steps under way
+
+    def _group(self, rank: GroupRank, sizes: StepSizes, log: EventLog) -> StepGroup:
+        limits = self.limits
+        rtc = StepRTC(limits.num_blocks, limits.block_size, self._tell)
+        return StepGroup(GroupId("", rank), sizes, rtc, log, limits.tokens_each)
+
+    def use_pool(self, pool: TEPool) -> None:
+        """Load blocks of prompts from a memory pool that DP groups lack, from now on."""
+        self._pool = pool
+        for group in self.groups if self.prefills else ():
+            group.scheduler.pool = StepPool(group, pool, self._wake)
+
+    @property
+    def num_tasks(self) -> int:
+        """Requests at the TE."""
+        return len(self._tasks)
 
     @property
     def kv_load(self) -> float:
         """Share of KV in use or promised to waiting requests and to KV on its way."""
-        return (self.positions + self.coming) / (len(self._held) * self.limits.num_positions)
+        return (self.positions + self.coming) / (len(self.groups) * self.limits.num_positions)
+
+    @property
+    def queued(self) -> float:
+        """Prefill cost of all that the TE has."""
+        return self._queued / WHOLE
 
     @property
     def queued_ns(self) -> float:
@@ -128,130 +202,129 @@ class StepTE:
 
     # ---- requests -----------------------------------------------------------------------------------
 
-    def tasks(self) -> list[TETask]:
-        """List all tasks of the TE: waiting, in prefill, in decode."""
-        tasks = [*self.waiting, *(task for group in self._fetching for task in group.values())]
-        tasks += [task for queue in self._queues for task in queue]
-        return tasks + [task for _, _, task in sorted(self._ends, key=lambda end: end[:2])]
+    def tasks(self) -> list[TracedSequence]:
+        """List all requests of the TE, in order of arrival here."""
+        return [*self._tasks.values()]
 
     def need_of(self, request: TracedRequest) -> int:
         """Return the KV positions of a request in its whole life at this TE."""
         return request.input_length + (request.output_length if self.decodes else 0)
 
-    def give(self, task: TETask) -> None:
-        """Give the TE a task, which waits for a DP group."""
-        task.need = self.need_of(task.request)
-        self.num_tasks += 1
-        self.positions += task.need
+    def give(self, number: int, request: TracedRequest) -> None:
+        """Give the TE a request, prefilled if it only decodes. A DP group is chosen before the next step."""
+        seq = traced_sequence(number, request, self.limits.block, self._advance, not self.prefills)
+        self._tasks[number] = seq
+        self.positions += self.need_of(request)
         if self.prefills:
-            self.num_long += task.is_long
-            self.num_short += not task.is_long
-            task.cost = self._cost(task, task.pooled)
-            self.queued += task.cost
-        self.waiting.append(task)
-        self._admit()
-
-    def _admit(self) -> None:
-        """Give DP groups to waiting tasks, in order, as long as a group has room for the first."""
-        while self.waiting:
-            task = self.waiting[0]
-            found = self.tree.match(task.request.blocks) if self.prefills else {}
-            group = self._group_for(task, found)
-            if group is None:
-                return
-            self.waiting.popleft()
-            self._place(task, group, found.get(group, 0))
-
-    def _group_for(self, task: TETask, found: dict[int, int]) -> int | None:
-        limits, need = self.limits, task.need
-        room = [
-            group
-            for group, held in enumerate(self._held)
-            if held + need <= limits.num_positions and self._num_seqs(group) < limits.num_seqs
-        ]
-        if not room:
-            return None
-        if not self.prefills:
-            return min(room, key=lambda group: (self._held[group], group))
-
-        costs = {group: self._cost(task, max(own, task.pooled)) for group, own in found.items()}
-        others = self._cost(task, task.pooled)  # of groups that have nothing of it, which are most
-
-        def key(group: int) -> tuple[float, int, int, int]:
-            cost = self._queued[group] + costs.get(group, others)
-            return cost, -found.get(group, 0), self._held[group], group
-
-        return min(room, key=key)
-
-    def _num_seqs(self, group: int) -> int:
-        return self._running[group] + len(self._queues[group]) + len(self._fetching[group])
-
-    def _cost(self, task: TETask, num_blocks: int) -> float:
-        """Compute the prefill cost of a task's prompt with `num_blocks` blocks cached."""
-        cached = self._num_cached(task, num_blocks)
-        return prefill_cost(float(task.request.input_length - cached), float(cached))
-
-    def _num_cached(self, task: TETask, num_blocks: int) -> int:
-        return min(num_blocks * self.limits.block, task.request.input_length - 1)
-
-    def _place(self, task: TETask, group: int, num_blocks: int) -> None:
-        task.group = group
-        self._held[group] += task.need
-        if not self.prefills:
-            self._decode(task)
-            return
-        task.own = num_blocks
-        is_fetched = self.fetch(task)
-        task.cached = task.before = self._num_cached(task, max(num_blocks, task.pooled))
-        task.left = task.request.input_length - task.cached
-        self.queued -= task.cost
-        task.cost = prefill_cost(float(task.left), float(task.cached))
-        self.queued += task.cost
-        cache = self._caches[group]
-        for block in task.request.blocks[:num_blocks]:  # used now
-            if block in cache:
-                del cache[block]
-                cache[block] = None
-        self._queued[group] += task.cost
-        if is_fetched:
-            self._fetching[group][task.serial] = task
+            self.num_long += seq.is_long
+            self.num_short += not seq.is_long
+            self._note_cost(seq, min(self._pool.match(request), seq.num_prompt - 1))
+            self.waiting.append(seq)
         else:
-            self._queue(task)
-        self._trim(group)
+            self.shell.receive(seq)
 
-    def _queue(self, task: TETask) -> None:
-        self._queues[task.group].append(task)
-        self._active[task.group] = None
+    def _note_cost(self, seq: TracedSequence, num_computed: int) -> None:
+        """Note how much of a prompt need not be computed any more."""
+        cost = _whole_cost(seq.num_prompt, num_computed)
+        self._queued += cost - seq.cost
+        seq.cost = cost
 
-    def fetched(self, task: TETask) -> None:
-        """Queue a task for prefill after its blocks have come from the pool."""
-        del self._fetching[task.group][task.serial]
-        self._queue(task)
+    def _hear(self, event: Observed) -> None:
+        """Take a prefilled sequence into the DP group that it was given to."""
+        if isinstance(event, Given) and not self.prefills:
+            self.groups[event.group.rank].handover.arrive(self._tasks[event.seq_id])
 
-    def _decode(self, task: TETask) -> None:
-        """Start to decode a task that has its first token, from the next step on."""
-        limits = self.limits
-        steps = math.ceil((task.request.output_length - 1) / limits.tokens_each)
-        task.base = task.request.input_length + 1 - limits.tokens_each * self._step
-        self._running[task.group] += 1
-        self._bases[task.group] += task.base
-        heapq.heappush(self._ends, (self._step + steps, task.serial, task))
+    def _wake(self, group: StepGroup) -> None:
+        group.changed()
+        self._woken[group.rank] = group
+
+    def _deal(self) -> None:
+        """Have the TE-shell deal out waiting requests, as many as its policy could place now."""
+        shell, limit = self.shell, self.limits.num_rows
+        if len(self.waiting) == 1 and not shell.pending:
+            shell.dispatch([self.waiting.popleft()])
+        elif self.waiting or shell.pending:
+            room, rows = _room([group.status() for group in self.groups], limit)
+            if not room or rows <= 0:
+                return
+            rows -= sum(min(len(seqs[0].token_ids), limit) for seqs in shell.pending)
+            while self.waiting and rows > 0 and len(shell.pending) < room:
+                seq = self.waiting.popleft()
+                rows -= min(seq.num_prompt, limit)
+                shell.dispatch([seq])
+        if shell.pending:
+            for group in self._under_way.values():
+                group.show()
+        if shell.pending or shell.arrivals:
+            self._open.num = shell.num_pending
+            size = self.limits.block_size
+            self._open.openings = {opening(seqs[0], size) for seqs in shell.pending}
+            shell.deal()
+
+    def _advance(self, seq: Seq, tokens: list[SampledToken]) -> bool:
+        """Take new tokens of a sequence; return whether it has ended."""
+        assert isinstance(seq, TracedSequence)
+        if self.prefills and seq.num_generated == len(tokens):
+            self._first.append(seq)
+            self._note_cost(seq, seq.num_prompt)
+            self.num_long -= seq.is_long
+            self.num_short -= not seq.is_long
+        is_over = seq.num_generated >= seq.max_tokens
+        if is_over or not self.decodes:
+            self._done.append(seq)
+        return is_over
 
     # ---- time ---------------------------------------------------------------------------------------
 
     def begin(self, now: float) -> float | None:
         """Plan a step, or a run of steps, from now on. Returns when it ends, or None if there is nothing to
         do."""
-        self._start, self._count, self._slope, self._chunks = now, 0, 0.0, []
-        if self._active:
-            self._first, self._count = self._plan_chunks(), 1
-        elif self._ends:
-            self._count = max(1, min(LONGEST_RUN, self._ends[0][0] - self._step))
-            self._first = self._decode_price(self._step)
-            if self._count > 1:
-                last = self._decode_price(self._step + self._count - 1)
-                self._slope = (last - self._first) / (self._count - 1)
+        self._start, self._count = now, 0
+        self._deal()
+        for rank in sorted(self._woken):
+            group = self._woken[rank]
+            if group.step is not None:
+                self._finish(group)
+            if group.places.has_work and group.plan():
+                self._under_way[rank] = group
+            for seq in group.places.running if self.prefills else ():
+                assert isinstance(seq, TracedSequence)
+                if seq.cost and seq.num_computed:
+                    self._note_cost(seq, seq.num_computed)
+        self._woken.clear()
+        if self._under_way:
+            self._count = self._run()
         return self.ends_at if self._count else None
+
+    def _run(self) -> int:
+        """Price the steps under way; return how many follow each other on a line of prices."""
+        price, fullest, rows, logits, count = self.price, 0, 0, 0, step_group.LONGEST_RUN
+        of = price.attention
+        lines = []  # by groups: time of attention, and its growth from step to step
+        for group in self._under_way.values():
+            load, done = group.load, group.done
+            fullest, rows, logits = max(fullest, load.rows), rows + load.rows, max(logits, load.logits)
+            count = min(count, group.horizon - done)
+            context = load.context + done * load.more_context
+            kv_tokens = load.kv_tokens + done * load.more_kv_tokens
+            less, more = sorted(
+                [
+                    (of.absorbed * context, of.absorbed * load.more_context),
+                    (
+                        of.plain * context + of.per_earlier * max(0.0, kv_tokens - load.rows),
+                        of.plain * load.more_context + of.per_earlier * load.more_kv_tokens,
+                    ),
+                ]
+            )
+            if more[1] < less[1]:  # the other way to attend is soon the faster one
+                count = min(count, 1 + int((more[0] - less[0]) / (less[1] - more[1])))
+            lines += [less, (of.per_kv_token * kv_tokens, of.per_kv_token * load.more_kv_tokens)]
+        most, self._slope = max(lines)
+        for each, growth in lines:
+            if growth > self._slope:
+                count = min(count, 1 + int((most - each) / (growth - self._slope)))
+        self._price = price(StepCounts(fullest, rows, 0.0, 0.0, logits)) + most
+        return count
 
     @property
     def ends_at(self) -> float:
@@ -264,10 +337,31 @@ class StepTE:
         return not self._count
 
     def _elapsed(self, count: int) -> float:
-        return count * self._first + self._slope * count * (count - 1) / 2
+        return count * self._price + self._slope * count * (count - 1) / 2
+
+    @property
+    def computes_chunks(self) -> bool:
+        """Whether steps under way compute parts of prompts, so that `queued_at` falls as time passes."""
+        return any(group.load.chunk is not None for group in self._under_way.values())
+
+    def queued_at(self, now: float) -> float:
+        """Return the prefill cost of all that the TE has, after the steps that have ended by now."""
+        ended = self._num_until(now) if self._count else 0
+        ended -= ended > 0 and self._start + self._elapsed(ended) > now
+        queued = self._queued
+        for group in self._under_way.values() if ended else ():
+            if (chunk := group.load.chunk) is not None:
+                seq, computed = chunk.seq, chunk.start + (group.done + ended) * chunk.num_tokens
+                assert isinstance(seq, TracedSequence)
+                queued += _whole_cost(seq.num_prompt, computed) - seq.cost
+        return queued / WHOLE
 
     def interrupt(self, now: float) -> None:
-        """End the run with the step that is under way, because a task has come."""
+        """End the run with the step that is under way, because a request has come."""
+        self._count = self._num_until(now)
+
+    def _num_until(self, now: float) -> int:
+        """Count the steps of the run up to the one that is under way now."""
         low, high = 1, self._count
         while low < high:
             middle = (low + high) // 2
@@ -275,146 +369,107 @@ class StepTE:
                 high = middle
             else:
                 low = middle + 1
-        self._count = min(self._count, low)
+        return low
 
-    def _contexts(self, step: int) -> list[float]:
-        passed = self.limits.tokens_each * step
-        return [base + num * passed for base, num in zip(self._bases, self._running, strict=True)]
+    def end(self) -> tuple[list[TracedSequence], list[TracedSequence]]:
+        """End the run under way. Returns the requests with a first token, and those that are finished here.
 
-    def _decode_price(self, step: int) -> float:
-        each = self.limits.rows_each
-        context = max(self._contexts(step))
-        rows = each * sum(self._running)
-        return self.price(StepCounts(each * max(self._running), rows, each * context, context))
-
-    def _plan_chunks(self) -> float:
-        """Fill the rows left free by decoding with parts of prompts, in order of arrival. Returns the price
-        of the step."""
-        each, room = self.limits.rows_each, self.limits.num_rows
-        reads = self._contexts(self._step)
-        rows = [each * num for num in self._running]
-        contexts = [each * read for read in reads]
-        for group in self._active:
-            for task in self._queues[group]:
-                chunk = min(task.left, room - rows[group])
-                if chunk <= 0:
-                    break
-                rows[group] += chunk
-                contexts[group] += chunk * (task.before + (chunk + 1) / 2)
-                reads[group] += task.before + chunk
-                self._chunks.append((task, chunk))
-        attention = [*map(self.price.attention, rows, contexts, reads)]
-        most = attention.index(max(attention))
-        counts = StepCounts(max(rows), sum(rows), contexts[most], reads[most])
-        return self.price(counts)
-
-    def end(self) -> tuple[list[TETask], list[TETask]]:
-        """End the run under way. Returns the tasks with a first token, and the tasks that are finished here.
-
-        A task with one token is in both lists, and so is every task of a TE that only computes prompts.
+        A request with one token is in both lists, and so is every request of a TE that only computes prompts.
         """
-        self.busy_ns += self._elapsed(self._count)
-        self.prefill_ns += self._elapsed(self._count) if self._chunks else 0.0
+        elapsed = self._elapsed(self._count)
+        self.busy_ns += elapsed
+        if any(group.load.prefills for group in self._under_way.values()):
+            self.prefill_ns += elapsed
         self.num_steps += self._count
-        self._step += self._count
+        for group in [*self._under_way.values()]:
+            group.done += self._count
+            if group.done == group.horizon:
+                self._finish(group)
+                self._woken[group.rank] = group
+            elif group.load.chunk is not None:
+                chunk = group.load.chunk
+                assert isinstance(chunk.seq, TracedSequence)
+                self._note_cost(chunk.seq, chunk.start + group.done * chunk.num_tokens)
         self._count = 0
-        first = [task for task, chunk in self._chunks if self._computed(task, chunk)]
-        done = []
-        while self._ends and self._ends[0][0] <= self._step:
-            done.append(heapq.heappop(self._ends)[2])
-            self._running[done[-1].group] -= 1
-            self._bases[done[-1].group] -= done[-1].base
-        for task in first:
-            if self.decodes and task.request.output_length > 1:
-                self._decode(task)
-            else:
-                done.append(task)
-        for task in done:
-            self._held[task.group] -= task.need
-            self.num_tasks -= 1
-            self.positions -= task.need
-        if done:
-            self._admit()
+        first, done, self._first, self._done = self._first, self._done, [], []
+        for seq in done:
+            self.shell.forget(seq)
+            self.positions -= self.need_of(seq.request)
+            del self._tasks[seq.seq_id]
         return first, done
 
-    def _computed(self, task: TETask, chunk: int) -> bool:
-        """Record computed rows of a prompt. Returns whether they were the last; other tasks may then use its
-        blocks."""
-        task.before += chunk
-        task.left -= chunk
-        cost = task.cost
-        task.cost = prefill_cost(float(task.left), float(task.before)) if task.left else 0.0
-        self.queued += task.cost - cost
-        self._queued[task.group] += task.cost - cost
-        if task.left:
-            return False
-        self.num_long -= task.is_long
-        self.num_short -= not task.is_long
-        queue = self._queues[task.group]
-        queue.popleft()
-        if not queue:
-            del self._active[task.group]
-            if not self._fetching[task.group]:
-                self._queued[task.group] = 0.0
-        if not any(self._queues) and not any(self._fetching) and not self.waiting:
-            self.queued = 0.0  # what rounding has left
-        whole = task.request.blocks[: task.request.input_length // self.limits.block]
-        self._publish(task.group, whole)
-        return True
+    def _finish(self, group: StepGroup) -> None:
+        """Have a DP group finish the steps that have ended."""
+        del self._under_way[group.rank]
+        chunk = group.load.chunk
+        group.finish()
+        if chunk is not None:
+            assert isinstance(chunk.seq, TracedSequence)
+            self._note_cost(chunk.seq, chunk.seq.num_computed)
 
     # ---- prefix caches ------------------------------------------------------------------------------
 
-    def _publish(self, group: int, blocks: Sequence[int]) -> None:
-        cache = self._caches[group]
-        self.tell([block for block in blocks if not self.tree.is_held(block)], True)
-        self.tree.publish(group, blocks)
-        for block in reversed(blocks):  # the deepest is the first to go
-            cache.pop(block, None)
-            cache[block] = None
-        self._trim(group)
+    def _tell(self, node: Node, has: bool) -> None:
+        """Tell the job executor of a prompt's blocks that one DP group is the first to have, or the last."""
+        held, changed = self.held, []
+        for block in blocks_ending_in(node.tokens):
+            held[block] += 1 if has else -1
+            if held[block] == has:
+                changed.append(block)
+                if not has:
+                    del held[block]
+        if changed:
+            self.tell(changed, has)
 
-    def _trim(self, group: int) -> None:
-        """Evict the least recently used blocks to make room for running tasks."""
-        cache = self._caches[group]
-        room = max(0, self.limits.num_positions - self._held[group]) // self.limits.block
-        gone: list[int] = []
-        while len(cache) > room:
-            block = next(iter(cache))
-            del cache[block]
-            gone.append(block)
-        self._forget(group, gone)
-
-    def _forget(self, group: int, gone: Iterable[int]) -> None:
-        gone = list(gone)
-        self.tree.evict(group, gone)
-        self.tell([block for block in gone if not self.tree.is_held(block)], False)
-
-    def move_out(self) -> list[tuple[TETask, int]]:
-        """Take all tasks away between steps, from a TE that only decodes. Returns them with the number of
-        tokens that each lacks."""
-        found = [(task, task.request.output_length - 1) for task in self.waiting]
-        for end, _, task in sorted(self._ends, key=lambda each: each[:2]):
-            left = math.ceil((end - self._step) * self.limits.tokens_each)
-            found.append((task, min(left, task.request.output_length - 1)))
-            self._running[task.group] -= 1
-            self._bases[task.group] -= task.base
-            self._held[task.group] -= task.need
-        self.num_tasks, self.positions = 0, 0.0
-        self.waiting.clear()
-        self._ends.clear()
+    def move_out(self) -> list[tuple[TracedSequence, TracedRequest]]:
+        """Take all requests away between steps, from a TE that only decodes. Returns each with what is left
+        of it: the prompt is what has KV, the answer begins with the newest token."""
+        found = []
+        for group in [*self._under_way.values()]:
+            self._finish(group)
+        for seq in self.tasks():
+            num_generated = seq.num_generated
+            left = seq.request._replace(
+                input_length=seq.num_prompt + num_generated - 1,
+                output_length=seq.max_tokens - num_generated + 1,
+            )
+            found.append((seq, left))
+            self.shell.remove(seq)
+        self._tasks.clear()
+        self._woken.clear()
+        self.positions = 0.0
         return found
 
     def check_integrity(self) -> None:
-        """Check the counts against the TE's tasks."""
-        tasks = self.tasks()
-        assert self.num_tasks == len(tasks)
-        assert self.positions == sum(task.need for task in tasks)
-        held = [0] * len(self._held)
-        for task in tasks[len(self.waiting) :]:
-            held[task.group] += task.need
-        assert held == self._held
-        for group, cache in enumerate(self._caches):
-            assert len(cache) * self.limits.block + held[group] <= self.limits.num_positions
-            assert self._num_seqs(group) <= self.limits.num_seqs
-            for block in cache:
-                assert group in self.tree.match([block])
+        """Check the books of all DP groups, and the counts against the TE's requests."""
+        placed = len(self.waiting) + self.shell.num_pending
+        for group in self.groups:
+            group.scheduler.check_integrity()
+            group.rtc.check_integrity(seq.holding for seq in group.places.sequences())
+            placed += group.places.num_placed
+            assert len(group.places.running) <= self.limits.num_seqs
+        assert placed == self.num_tasks
+        assert self.positions == sum(self.need_of(seq.request) for seq in self._tasks.values())
+        held = Counter(
+            block
+            for group in self.groups
+            for node in group.rtc.index.nodes()
+            if node.is_ready
+            for block in blocks_ending_in(node.tokens)
+        )
+        assert held == self.held
+
+
+def _whole_cost(num_prompt: int, num_computed: int) -> int:
+    """Return the `prefill_cost` of the rest of a prompt, times WHOLE."""
+    num = num_prompt - num_computed
+    return num * (WHOLE + 2 * num_computed + num)
+
+
+def _room(statuses: Iterable[GroupStatus], num_rows: int) -> tuple[int, int]:
+    """Count the places of DP groups, and the rows of a step that those with a place have left."""
+    open_ones = [status for status in statuses if status.num_free_places > 0]
+    return (
+        sum(status.num_free_places for status in open_ones),
+        sum(max(0, num_rows - status.queued_tokens) for status in open_ones),
+    )

@@ -4,10 +4,12 @@ A step waits for the DP group with the slowest attention, for the exchange of th
 for experts, which receive the rows of all groups. So its price is
 
     own(rows of the fullest group) + feed(rows of all groups) + attention(context of the group with most)
+        + sample(rows with logits of the group that has most)
 
 `own` and `feed` are interpolated in tables. The tables come from steps of all groups with equally many rows,
 and of few groups with one row. Attention is priced by the attending stage of the Program, for the exact
-counts. The scheduler's gap (`Spec.scheduler_gap`) comes on top.
+counts, and sampling by the stages that read logits; a step without logits, of chunks alone, does not sample.
+What the host adds to a step (`Host.mean_ns`) comes on top, where the deployment has an `[execution]`.
 """
 
 from __future__ import annotations
@@ -19,13 +21,17 @@ import msgspec
 
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import Deployment
+from xdeepserve.engine.deploy.sizes import StepSizes
 from xdeepserve.engine.description import lack
+from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.serving.engine import Engine
+from xdeepserve.engine.te.host import Host
 from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.errors import InputError
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.prices.curve import Curve, Progress, measured, with_blocks
 from xdeepserve.prices.step_run import DecodeRun, StepShare, one_step
+from xdeepserve.step.passes import HEAD, MTP_HEAD
 from xdeepserve.step.stage import Counts, stages
 
 # Few rows leave experts untouched, whose weights are then not read, and some hundred are where a die's GEMMs
@@ -36,6 +42,7 @@ ROWS = (
 )  # fmt: skip
 SAMPLE = 4  # groups that stand for all where all have equally many rows, one for each expert at least
 ATTENTION = ("MLA", "GQA")
+SAMPLING = ("Sample", "Draft")
 LONG, MAX_OFF = 4096, 0.01
 FEW, MANY = 64, 1024  # rows to whose attention it is best absorbed, and best plain, after LONG positions
 LEAST_ROWS = 16  # of a step, to see a line in
@@ -48,12 +55,14 @@ class StepCounts(NamedTuple):
     rows       of all groups
     context    positions that rows of one group attend to, summed over rows: of the group with most
     kv_tokens  cached positions that this group reads
+    logits     rows with logits, of the group that has most
     """
 
     fullest: int
     rows: int
     context: float
     kv_tokens: float
+    logits: int = 1
 
 
 class AttentionPrice(msgspec.Struct, frozen=True):
@@ -78,12 +87,14 @@ class StepPrice(msgspec.Struct, frozen=True):
     own: Curve  # by rows of the fullest group
     feed: Curve  # by rows of all
     attention: AttentionPrice
-    gap: float
+    gap: float  # between two steps: the host's
+    sample: Curve = Curve((1.0,), (0.0,))  # by rows with logits
 
     def __call__(self, counts: StepCounts) -> float:
-        """Price a step, with the scheduler's gap after it, in ns."""
+        """Price a step, with the host's gap after it, in ns."""
         attention = self.attention(counts.fullest, counts.context, counts.kv_tokens)
-        return self.gap + self.own(counts.fullest) + self.feed(counts.rows) + attention
+        sample = self.sample(counts.logits) if counts.logits else 0.0
+        return self.gap + self.own(counts.fullest) + self.feed(counts.rows) + attention + sample
 
 
 def priced(
@@ -94,7 +105,7 @@ def priced(
 ) -> StepPrice:
     """Measure the prices of a deployment's TE, with tables at some numbers of `rows`. Raises InputError if
     it has several TEs, or cannot be priced this way."""
-    deployment = with_room(deployment)
+    host, deployment = deployment.execution, with_room(deployment)
     plan = PodPlan(checkpoint, deployment, timing=TimingConfig())
     _check_priced(plan)
     groups, most = plan.tes[0].sizes.groups, max(LEAST_ROWS, plan.tes[0].sizes.steps.max_tokens)
@@ -116,12 +127,21 @@ def priced(
     points = [(count, 1) for count in few] + [(num_groups, rows) for rows in all_rows]
     runs = measured(points, step, progress)
     full = [runs[num_groups, rows] for rows in all_rows]
-    own = [run.iteration_ns - run.spent(*ATTENTION) - _feed(run) for run in full]
-    sparse = [runs[count, 1].iteration_ns - runs[count, 1].spent(*ATTENTION) - own[0] for count in few]
+    sampled = full[0].spent(*SAMPLING)
+    own = [run.iteration_ns - run.spent(*ATTENTION) - _feed(run) - sampled for run in full]
+    alone = own[0] + sampled
+    sparse = [runs[count, 1].iteration_ns - runs[count, 1].spent(*ATTENTION) - alone for count in few]
     feed = Curve(tuple(count * rows for count, rows in points), (*sparse, *map(_feed, full)))
-    attention = _attention(checkpoint, deployment, full[-1], most)
-    gap = 1e9 * plan.pod.spec.scheduler_gap.value
-    return StepPrice(num_groups, Curve(tuple(all_rows), tuple(own)), feed, attention, gap)
+    engine = Engine(PodPlan(checkpoint, deployment, timing=TimingConfig()))
+    engine.load()
+    executor = next(iter(engine.je.tes)).executors[0]
+    attention = _attention(deployment.name, executor, full[-1], most)
+    sampling = _sample(executor, full[0], plan.tes[0].sizes.steps)
+    gap = 0.0
+    if host is not None:
+        gap = Host(host.for_role("both"), plan.pod.spec, num_groups).mean_ns()
+    own_curve = Curve(tuple(all_rows), tuple(own))
+    return StepPrice(num_groups, own_curve, feed, attention, gap, sampling)
 
 
 def _check_priced(plan: PodPlan) -> None:
@@ -152,19 +172,33 @@ def _feed(run: DecodeRun) -> float:
     return run.spent("Experts") + run.spent("combine") - run.combine_ns
 
 
-def _attention(checkpoint: Checkpoint, deployment: Deployment, run: DecodeRun, rows: int) -> AttentionPrice:
+def _sample(executor: Executor, run: DecodeRun, steps: StepSizes) -> Curve:
+    """Price the stages that read logits, up to the most rows with logits that a step has.
+
+    `run` has one such row in each DP group, and as many passes of the MTP layer as there are drafts.
+    """
+    layer, price = executor.weights.layers[-1], executor.runner.price_of
+    rows = (1, max(2, steps.max_logit_rows))
+    spent = [0.0, 0.0]
+    for stage in stages(HEAD) + stages(MTP_HEAD):
+        if stage.rows == "logits" and (one := price(stage, layer, Counts(1))):
+            of_sequence = 1 if stage.name == "Sample" else 1 + steps.mtp  # drafts have a row for each
+            for at, num in enumerate(rows):
+                each = price(stage, layer, Counts(max(1, num / of_sequence)))
+                spent[at] += run.spent(stage.name) * each / one
+    return Curve(rows, tuple(spent))
+
+
+def _attention(deployment: str, executor: Executor, run: DecodeRun, rows: int) -> AttentionPrice:
     """Compute the prices of attention in all layers.
 
     A layer's costs come from its own Program; the number of layers, with MTP's passes, comes from a run.
     """
-    engine = Engine(PodPlan(checkpoint, deployment, timing=TimingConfig()))
-    engine.load()
-    executor = next(iter(engine.je.tes)).executors[0]
     layer, program = executor.weights.layers[-1], executor.traversal.programs[-1]
     (stage,) = [each for each in stages(program.attention) if each.attends]
 
     if stage.name not in ATTENTION:
-        raise InputError(f"deployment {deployment.name}: {stage.name} is not in proportion to the context")
+        raise InputError(f"deployment {deployment}: {stage.name} is not in proportion to the context")
 
     def price(context: float, kv_tokens: float) -> float:
         return executor.runner.price_of(stage, layer, Counts(1, context, kv_tokens))
@@ -175,8 +209,6 @@ def _attention(checkpoint: Checkpoint, deployment: Deployment, run: DecodeRun, r
     of_layer = AttentionPrice(absorbed, plain, earlier, price(0, LONG) / LONG)
     for context in (3 * LONG, 2 * MANY * LONG):
         if abs(of_layer(1, context, LONG) - (found := price(context, LONG))) > MAX_OFF * found:
-            raise InputError(
-                f"deployment {deployment.name}: {stage.name} is not in proportion to the context"
-            )
+            raise InputError(f"deployment {deployment}: {stage.name} is not in proportion to the context")
     layers = run.spent(*ATTENTION) / of_layer(rows, rows * (rows + 1) / 2, rows)
     return AttentionPrice(*(layers * each for each in msgspec.structs.astuple(of_layer)))

@@ -24,7 +24,7 @@ from xdeepserve.bench.papers.sizes import DIES_PER_CHIP, MODEL
 from xdeepserve.bench.papers.superpod import XDS_ACCEPTANCE, gap_ms
 from xdeepserve.bench.report import Row, published
 from xdeepserve.comm.cost import OPS
-from xdeepserve.engine.deploy.deployment import Deployment
+from xdeepserve.engine.deploy.deployment import Deployment, ExecutionConfig
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.model.checkpoint import Checkpoint
@@ -113,7 +113,9 @@ def prefill_tes(model: Checkpoint, deployment: Deployment) -> list[FleetTE]:
     alone, cache = prefill_te(deployment), deployment.cache
     assert deployment.prefill is not None
     assert cache.num_blocks is not None
-    price, scheduler = priced(model, alone, rows=ROWS), alone.scheduler
+    execution = (deployment.execution or ExecutionConfig()).for_role("prefill")
+    price = priced(model, msgspec.structs.replace(alone, execution=execution), rows=ROWS)
+    scheduler = alone.scheduler
     positions = cache.num_blocks * cache.block_size
     limits = StepLimits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, positions, cache.block_size)
     count = deployment.prefill.count

@@ -74,7 +74,8 @@ def of_source(up: ScaleUp) -> Iterator[Row]:
     deployment = deployment_of(TE)
     blocks = BATCH * (CONTEXT // deployment.cache.block_size + 1) + 4
     cache = msgspec.structs.replace(deployment.cache, num_blocks=blocks)
-    deployment = msgspec.structs.replace(deployment, cache=cache, max_model_len=CONTEXT + 8)
+    changes = {"cache": cache, "max_model_len": CONTEXT + 8, "execution": None}  # the gap is added below
+    deployment = msgspec.structs.replace(deployment, **changes)
     run = decode_iteration(resolve_model(Cluster((TE,)).model), deployment, CONTEXT, BATCH, TimingConfig())
     spec, gap = up.spec, up.spec.scheduler_gap.value * 1e9
     port = sum(run.spent_ns.get(name, 0.0) for name in OPS)

@@ -42,8 +42,8 @@ class BlockTable:
         self._eviction = eviction
         self.num_blocks, self.block_size = num_blocks, block_size
         self.index = PrefixIndex(block_size, max_ids)
-        self._free = list(range(num_blocks - 1, -1, -1))
-        self._users = [0] * num_blocks
+        self._free: list[int] = []  # given back; the last is taken next, and slots never used after all these
+        self._users: list[int] = []  # of each slot that has ever been used
         self._node_of: dict[int, Node] = {}
         self._busy: dict[int, set[int]] = {}  # ticket -> HBM slots that its transfer touches
         self._steps: list[int] = []  # tickets of steps that have not ended
@@ -60,12 +60,12 @@ class BlockTable:
     @property
     def num_free(self) -> int:
         """Number of HBM slots without content."""
-        return len(self._free)
+        return len(self._free) + self.num_blocks - len(self._users)
 
     @property
     def num_available(self) -> int:
         """Number of HBM slots, free or cached, that `alloc_blocks` could hand out now."""
-        return len(self._free) + self.num_cached
+        return self.num_free + self.num_cached
 
     @property
     def usage(self) -> float:
@@ -89,7 +89,7 @@ class BlockTable:
         False, and nothing changed, if too few are available.
         """
         missing = self.blocks_for(num_tokens) - len(holding.slots)
-        if missing > len(self._free) and missing > self.num_available:
+        if missing > self.num_free and missing > self.num_available:
             return False
         for _ in range(missing):
             self.append_block(holding)
@@ -106,7 +106,7 @@ class BlockTable:
         """Give up every slot of a holding. Slots in the index stay cached; the deepest block is evicted
         first."""
         for slot in holding.slots:
-            if self._users[slot] < 1:
+            if slot >= len(self._users) or self._users[slot] < 1:
                 raise XDeepServeError(f"RTC: block {slot} is freed, but nobody uses it")
             self._drop_user(slot)
         self._touch(reversed(holding.nodes))
@@ -204,7 +204,10 @@ class BlockTable:
         available."""
         if self._free:
             return self._free.pop()
-        node = min(self._evictable(), key=self._eviction, default=None)
+        if len(self._users) < self.num_blocks:
+            self._users.append(0)
+            return len(self._users) - 1
+        node = self._victim()
         if node is None or node.slot is None:
             raise XDeepServeError(f"RTC: all {self.num_blocks} blocks are in use")
         slot = node.slot
@@ -212,6 +215,10 @@ class BlockTable:
         node.slot = None
         self.index.prune(node)
         return slot
+
+    def _victim(self) -> Node | None:
+        """Choose the cached block to evict; None if none is cached."""
+        return min(self._evictable(), key=self._eviction, default=None)
 
     def _new_ticket(self) -> int:
         self._num_tickets += 1
@@ -221,7 +228,7 @@ class BlockTable:
     def check_blocks(self, holdings: Iterable[Holding]) -> None:
         """Check the books against the holdings of all live sequences. Raises XDeepServeError if they
         differ."""
-        users = [0] * self.num_blocks
+        users = [0] * len(self._users)
         for holding in holdings:
             if len(set(holding.slots)) != len(holding.slots):
                 raise XDeepServeError("RTC: a sequence has a block twice")
@@ -238,7 +245,7 @@ class BlockTable:
         free = set(self._free)
         expected = {
             slot
-            for slot in range(self.num_blocks)
+            for slot in range(len(users))
             if users[slot] == 0 and slot not in nodes and not self._is_busy(slot)
         }
         if len(free) != len(self._free) or free != expected:

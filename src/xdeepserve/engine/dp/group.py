@@ -1,4 +1,4 @@
-"""DP group: a scheduler, an RTC, and the die that computes for them, or several dies (TP > 1)."""
+"""DP group: the books of a scheduler and an RTC, and the die that computes, or several dies (TP > 1)."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from typing import NamedTuple
 import msgspec
 
 from xdeepserve.comm.distflow import Completion, Endpoint
-from xdeepserve.engine.balance.dp import LONG_PROMPT, GroupStatus, prefill_cost
 from xdeepserve.engine.deploy.sizes import StepSizes
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.events import EventLog, GroupId
+from xdeepserve.engine.dp.group_books import GroupBooks
 from xdeepserve.engine.dp.lost_blocks import LostBlocks
 from xdeepserve.engine.dp.preemption import VictimPolicy
 from xdeepserve.engine.dp.prefix_index import EvictionPolicy
 from xdeepserve.engine.dp.prefixes import ShouldLoad
 from xdeepserve.engine.dp.rtc import RTC
-from xdeepserve.engine.dp.scheduler import Scheduler
 from xdeepserve.engine.dp.sequence import SampledToken
 from xdeepserve.engine.dp.sequence import Sequence as Seq
 from xdeepserve.engine.dp.step import PlannedStep, Scheduled, SeqResult, make_plan, observed, written_blocks
@@ -65,7 +64,7 @@ class GivesWay(NamedTuple):
     block: EvictionPolicy
 
 
-class DPGroup:
+class DPGroup(GroupBooks):
     """Schedules sequences, launches steps on the group's dies, reads the results that the first die wrote.
 
     All dies of a group get the same commands, and hold the same blocks in the same slots.
@@ -82,12 +81,10 @@ class DPGroup:
         tell: EventLog,
         gives_way: GivesWay,
     ) -> None:
-        self.id, self.rank, self.dies, self.mems, self.tell = name, name.rank, dies, mems, tell
-        self.mem, self.kv, self.steps, self.num_groups = mems[0], mems[0].kv.sizes, steps, num_groups
-        kv = self.kv
-        self.rtc = RTC(kv.num_blocks, kv.block_size, kv.num_host_blocks, kv.max_cache_keys, gives_way.block)
-        self.scheduler = Scheduler(steps, self.rtc, should_load, self.id, tell, gives_way.sequence)
-        self.places, self.handover = self.scheduler.places, self.scheduler.handover
+        kv = mems[0].kv.sizes
+        rtc = RTC(kv.num_blocks, kv.block_size, kv.num_host_blocks, kv.max_cache_keys, gives_way.block)
+        super().__init__(name, steps, rtc, tell, should_load, gives_way.sequence)
+        self.dies, self.mems, self.mem, self.kv, self.num_groups = dies, mems, mems[0], kv, num_groups
         self.lost_blocks = LostBlocks(self.scheduler)
         self._num_done: Counter[int] = Counter()  # dies that have made the copies of a ticket
         self.endpoints: list[Endpoint] = []  # of DistFlow, one for each TE at the other side
@@ -98,41 +95,6 @@ class DPGroup:
         self._plans: dict[int, StepPlan] = {}  # of these
         self._num_told: Counter[int] = Counter()  # by step: layers of which it has been told that they ended
         self._faults: dict[int, dict[int, XDeepServeError]] = {}  # by step and logit row
-
-    def status(self) -> GroupStatus:
-        """Report load and free room of this group to the leader that balances the DP groups."""
-        rtc, reserved = self.rtc, self.places.reserved
-        seqs = list(self.places.sequences())
-        missing = [len(seq.token_ids) - seq.num_computed for seq in seqs]
-        prefills = [(n, seq.num_computed) for n, seq in zip(missing, seqs, strict=True) if n > 1]
-        needed = sum(
-            rtc.blocks_for(min(seq.num_prompt + seq.max_tokens, self.steps.max_model_len))
-            for seq in [*seqs, *reserved]
-        )
-        held = sum(len(seq.holding.slots) for seq in seqs)
-        held += sum(len(holding.slots) for holding in self.handover.reserved.values())
-        promised = [rtc.blocks_for(len(seq.token_ids)) - len(seq.holding.slots) for seq in seqs]
-        return GroupStatus(
-            rank=self.rank,
-            num_free_places=self.num_free_places,
-            num_sequences=len(seqs) + len(reserved),
-            num_blocks=rtc.num_blocks,
-            num_used_blocks=rtc.num_blocks - rtc.num_available,
-            num_reserved_blocks=max(0, needed - held),
-            num_promised_blocks=sum(max(0, missing) for missing in promised),
-            queued_cost=sum(prefill_cost(n, cached) for n, cached in prefills),
-            queued_tokens=sum(n for n, _ in prefills),
-            has_long=any(n >= LONG_PROMPT for n, _ in prefills),
-        )
-
-    @property
-    def num_sequences(self) -> int:
-        return len(self.places.running) + self.places.num_waiting
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no sequence is in this group, and none keeps KV blocks in it."""
-        return self.places.is_empty and not self.handover.sending
 
     def left(self) -> Left:
         """Count the entries of sequences in the books of the group."""
@@ -146,11 +108,6 @@ class DPGroup:
             completions=sum(each.num_open + len(each.early_wants) for each in endpoints),
             claims=sum(len(die.memory.claims) for die in self.dies),
         )
-
-    @property
-    def num_free_places(self) -> int:
-        """Number of sequences still able to join a step."""
-        return self.steps.max_seqs - self.num_sequences - len(self.places.reserved)
 
     def plan(self, step_idx: StepNo) -> bool:
         """Schedule a step, and have the dies begin its copies and transfers; return whether the step has

@@ -52,7 +52,7 @@ class Prefixes:
 
     def load(self, seq: Sequence) -> tuple[int, list[BlockCopy]] | None:
         """Start to load the rest of a cached prefix from host DRAM, if there is any and loading is faster."""
-        if not self.may_match(seq):
+        if not self.rtc.num_host_blocks or not self.may_match(seq):
             return None
         saved = self.rtc.match_by_prefix_token(seq.token_ids[:-1]).saved
         return self.rtc.populate(saved) if self._pays(saved) else None

@@ -42,6 +42,11 @@ class Host(NamedTuple):
         base = 0 if self.config.mode == "op" else self.spec.dispatch_ns("graph")
         return [base + round(1e9 * delay) for delay in self.jitter(step)]
 
+    def mean_ns(self) -> float:
+        """Return what a host without jitter adds to a step on average, where nothing overlaps, in ns."""
+        launch = 0 if self.config.mode == "op" else self.spec.dispatch_ns("graph")
+        return self.gap_ns() + launch + 1e9 * self.spec.gc_pause.value / GC_PERIOD
+
     def jitter(self, step: StepNo) -> np.ndarray:
         """Draw how late each launch of a step is, in seconds [groups]."""
         config, spec, count = self.config, self.spec, self.num_groups

@@ -36,7 +36,7 @@ class Turn(NamedTuple):
     group: DPGroup
     steps: StepSet
     health: Heartbeats
-    shell: TEShell
+    shell: TEShell[DPGroup]
 
 
 class Invariant(NamedTuple):
@@ -138,7 +138,7 @@ INVARIANTS = (
 )
 
 
-def check(health: Heartbeats, shell: TEShell, steps: StepSet) -> None:
+def check(health: Heartbeats, shell: TEShell[DPGroup], steps: StepSet) -> None:
     """Check every row for the DP group of some steps. Raises InvariantError for the first row that does not
     hold."""
     turn = Turn(steps.group, steps, health, shell)

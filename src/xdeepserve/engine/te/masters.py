@@ -46,7 +46,7 @@ class Masters:
         parts: StepParts,
         members: Members,
         inboxes: Sequence[Queue[msgspec.Struct]],
-        shell: TEShell,
+        shell: TEShell[DPGroup],
         room: int,
         meets: bool,
     ) -> None:

@@ -19,9 +19,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
-import numpy as np
 
 from xdeepserve.engine.balance.dp import Candidate, DecodePolicy, DispatchPolicy, GroupStatus
 from xdeepserve.engine.balance.trigger import EPLBTrigger
@@ -29,39 +29,45 @@ from xdeepserve.engine.deploy.policies import DECODE, DISPATCH
 from xdeepserve.engine.deploy.sizes import TESettings
 from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.events import EventLog
-from xdeepserve.engine.dp.group import DPGroup
+from xdeepserve.engine.dp.group_books import GroupBooks
 from xdeepserve.engine.dp.sequence import Sequence
-from xdeepserve.engine.messages import Wake
 from xdeepserve.engine.numbers import GroupRank
-from xdeepserve.engine.te.heartbeat import Heartbeats
 from xdeepserve.engine.te.life import Lifetime
 from xdeepserve.engine.te.status_gather import MAX_REQUESTS, Gathered, StatusGather
-from xdeepserve.hw.queue import Queue
+
+G = TypeVar("G", bound=GroupBooks)
 
 
-class TEShell:
+class Openness(Protocol):
+    """Health of DP groups, as far as it decides which of them get new work."""
+
+    @property
+    def open_ranks(self) -> tuple[GroupRank, ...]: ...
+
+
+class TEShell(Generic[G]):
     """Dispatches requests to DP groups by the policies of `settings`, and prefilled requests, too.
 
     A policy deals requests out at the start of a step, or on arrival, then without a look at cached prefixes.
     New work goes to healthy groups; if there are none, to any that is not lost. `gather` learns the groups'
-    statuses, if an all-gather is needed; the TE's loop is asked for one by its `inbox`. `eplb` triggers new
+    statuses, if an all-gather is needed; `call` asks the TE's loop for one. `eplb` triggers new
     replicas of experts, where there are slots for them. `now` reads the clock in ns.
     """
 
     def __init__(
         self,
-        groups: Seq[DPGroup],
-        health: Heartbeats,
+        groups: Seq[G],
+        health: Openness,
         life: Lifetime,
         tell: EventLog,
         settings: TESettings,
         now: Callable[[], int],
-        inbox: Queue[msgspec.Struct],
+        call: Callable[[], None],
         gather: StatusGather | None,
         eplb: EPLBTrigger | None,
     ) -> None:
         self.groups, self.health, self._life, self.tell, self.eplb = groups, health, life, tell, eplb
-        self._now, self._inbox, self._gather = now, inbox, gather
+        self._now, self._call, self._gather = now, call, gather
         self._assign: DispatchPolicy = DISPATCH.function(settings.dispatch)
         self._is_on_arrival = DISPATCH.has(settings.dispatch, "on arrival")
         self._pick: DecodePolicy = DECODE.function(settings.decode)
@@ -70,11 +76,11 @@ class TEShell:
         self._next_sent_ns = 0  # before then no period has passed
         self.pending: deque[list[Sequence]] = deque()  # requests that no group has yet
         self.arrivals: deque[Sequence] = deque()  # prefilled ones that no group has yet
-        self._group_of: dict[int, DPGroup] = {}
+        self._group_of: dict[int, G] = {}
         self._dispatch_turn = self._decode_turn = 0  # the rank after the one chosen last
         self.is_asked = False  # the TE's loop has been asked for an all-gather
         self.on_turn: Callable[[], None] = lambda: None  # told before each step: there may be room
-        self.wake: Callable[[DPGroup], None] = lambda group: None  # the group has been given something
+        self.wake: Callable[[G], None] = lambda group: None  # the group has been given something
 
     # ---- requests -----------------------------------------------------------------------------------
 
@@ -94,7 +100,7 @@ class TEShell:
         """Ask the TE's loop for an all-gather, which serves all groups that ask before it begins."""
         if not self.is_asked:
             self.is_asked = True
-            self._inbox.put(Wake())
+            self._call()
 
     async def gather_and_deal(self, check: Callable[[], None]) -> None:
         """Deal out waiting work from the TE's loop, after an all-gather if requests wait for one.
@@ -129,25 +135,20 @@ class TEShell:
 
     def _known(self, requests: Seq[list[Sequence]]) -> list[Gathered]:
         """Return the groups' current statuses and cached tokens, for when asking them costs nothing."""
+        firsts = [seqs[0] for seqs in requests]
         groups = [self.groups[rank] for rank in self.health.open_ranks]
-        return [
-            Gathered(
-                group.status(), tuple(group.scheduler.prefixes.num_reusable(seqs[0]) for seqs in requests)
-            )
-            for group in groups
-        ]
+        return [Gathered(group.status(), tuple(map(group.num_reusable, firsts))) for group in groups]
 
     def _deal(self, requests: Seq[list[Sequence]], known: Seq[Gathered]) -> None:
         """Deal waiting requests out to groups, at the start of a step, by the groups' known statuses.
 
         Requests that were aborted meanwhile have no sequences left.
         """
-        cached = np.zeros((len(requests), len(self.groups)), np.int64)
+        cached = [[0] * len(self.groups) for _ in requests]
         for status, prompts in known:
-            cached[:, status.rank] = prompts
-        candidates = [
-            self._candidate(seqs, tuple(row)) for seqs, row in zip(requests, cached.tolist(), strict=True)
-        ]
+            for row, num_tokens in zip(cached, prompts, strict=True):
+                row[status.rank] = num_tokens
+        candidates = [self._candidate(seqs, tuple(row)) for seqs, row in zip(requests, cached, strict=True)]
         statuses = [each.status for each in known]
         max_tokens = self.groups[0].steps.max_tokens
         pairs = self._assign(candidates, statuses, max_tokens, self._dispatch_turn)
@@ -204,7 +205,7 @@ class TEShell:
             found.append(status)
         return found
 
-    def _pick_decode(self, seq: Sequence, num_tokens: int, statuses: Seq[GroupStatus]) -> DPGroup | None:
+    def _pick_decode(self, seq: Sequence, num_tokens: int, statuses: Seq[GroupStatus]) -> G | None:
         """Choose the group to decode a sequence of `num_tokens` prefilled tokens; None if all are full."""
         blocks_for = self.groups[0].rtc.blocks_for
         needed, present = blocks_for(seq.num_prompt + seq.max_tokens), blocks_for(num_tokens)
@@ -214,7 +215,7 @@ class TEShell:
         self._decode_turn = rank + 1
         return self.groups[rank]
 
-    def reserve(self, seq: Sequence, num_tokens: int) -> DPGroup | None:
+    def reserve(self, seq: Sequence, num_tokens: int) -> G | None:
         """Reserve KV blocks for `num_tokens` positions of a sequence in prefill (steps 5 and 6); return the
         group.
 
@@ -227,7 +228,7 @@ class TEShell:
             return None
         return group
 
-    def take_over(self, seq: Sequence, group: DPGroup) -> None:
+    def take_over(self, seq: Sequence, group: G) -> None:
         """Hand a prefilled sequence to `group`, which has reserved KV blocks for it."""
         self._group_of[seq.seq_id] = group
         group.handover.take_over(seq)
@@ -241,7 +242,7 @@ class TEShell:
         num_tokens = len(seqs[0].token_ids) if seqs else 0
         return Candidate(num_tokens, sum(blocks), cached)
 
-    def _give(self, seqs: list[Sequence], group: DPGroup) -> None:
+    def _give(self, seqs: list[Sequence], group: G) -> None:
         leader = None
         for seq in seqs:
             if seq.is_finished:
@@ -280,11 +281,11 @@ class TEShell:
         self.pending = deque(seqs for seqs in self.pending if seqs)
         self.arrivals = deque(each for each in self.arrivals if each is not seq)
 
-    def adopt(self, seq: Sequence, group: DPGroup) -> None:
+    def adopt(self, seq: Sequence, group: G) -> None:
         """Note a sequence that begins in a group, in the middle of its answer."""
         self._group_of[seq.seq_id] = group
 
-    def group_of(self, seq: Sequence) -> DPGroup | None:
+    def group_of(self, seq: Sequence) -> G | None:
         """Return the group that a sequence was given to, or None while it waits here."""
         return self._group_of.get(seq.seq_id)
 

@@ -11,7 +11,8 @@ import msgspec
 from xdeepserve.engine.die.expert_memory import STOP
 from xdeepserve.engine.die.experts import ExpertProgram, ring
 from xdeepserve.engine.dp.events import EventLog, Mended
-from xdeepserve.engine.messages import Shutdown
+from xdeepserve.engine.dp.group import DPGroup
+from xdeepserve.engine.messages import Shutdown, Wake
 from xdeepserve.engine.numbers import GroupRank, StepNo
 from xdeepserve.engine.recovery.ladder import Loss, LossKind, Remedies, Remedy, at_once, climb
 from xdeepserve.engine.te.hearing import Hearing, hear_layers
@@ -88,9 +89,9 @@ class TE:
         )
 
         # What they work at, and in which steps.
-        self.te_shell = TEShell(
+        self.te_shell: TEShell[DPGroup] = TEShell(
             *(self.groups, self.health, self.lifetime, tell, settings, lambda: pod.clock.now),
-            *(self.inbox, plan.status_gather(self.groups), eplb),
+            *(partial(self.inbox.put, Wake()), plan.status_gather(self.groups), eplb),
         )
         is_checked = settings.invariants
         parts = StepParts(

@@ -1,0 +1,76 @@
+"""The books of a DP group: a scheduler and an RTC, with the counts that its TE-shell asks for, and no die.
+
+`DPGroup` has dies that make what is decided here. A simulated TE has the books alone (`platform/step_te.py`).
+"""
+
+from __future__ import annotations
+
+from xdeepserve.engine.balance.dp import LONG_PROMPT, GroupStatus, prefill_cost
+from xdeepserve.engine.deploy.sizes import StepSizes
+from xdeepserve.engine.dp.events import EventLog, GroupId
+from xdeepserve.engine.dp.preemption import VictimPolicy, last
+from xdeepserve.engine.dp.prefixes import ShouldLoad
+from xdeepserve.engine.dp.rtc import RTC
+from xdeepserve.engine.dp.scheduler import Scheduler
+from xdeepserve.engine.dp.sequence import Sequence
+
+
+class GroupBooks:
+    """Scheduler and RTC of a DP group: the group as its TE-shell and the policies of balance see it."""
+
+    def __init__(
+        self,
+        name: GroupId,
+        steps: StepSizes,
+        rtc: RTC,
+        tell: EventLog,
+        should_load: ShouldLoad | None = None,
+        victim: VictimPolicy = last,
+    ) -> None:
+        self.id, self.rank, self.tell, self.steps, self.rtc = name, name.rank, tell, steps, rtc
+        self.scheduler = Scheduler(steps, rtc, should_load, name, tell, victim)
+        self.places, self.handover = self.scheduler.places, self.scheduler.handover
+
+    def status(self) -> GroupStatus:
+        """Report load and free room of this group to the leader that balances the DP groups."""
+        rtc, reserved = self.rtc, self.places.reserved
+        seqs = list(self.places.sequences())
+        missing = [len(seq.token_ids) - seq.num_computed for seq in seqs]
+        prefills = [(n, seq.num_computed) for n, seq in zip(missing, seqs, strict=True) if n > 1]
+        needed = sum(
+            rtc.blocks_for(min(seq.num_prompt + seq.max_tokens, self.steps.max_model_len))
+            for seq in [*seqs, *reserved]
+        )
+        held = sum(len(seq.holding.slots) for seq in seqs)
+        held += sum(len(holding.slots) for holding in self.handover.reserved.values())
+        promised = [rtc.blocks_for(len(seq.token_ids)) - len(seq.holding.slots) for seq in seqs]
+        return GroupStatus(
+            rank=self.rank,
+            num_free_places=self.num_free_places,
+            num_sequences=len(seqs) + len(reserved),
+            num_blocks=rtc.num_blocks,
+            num_used_blocks=rtc.num_blocks - rtc.num_available,
+            num_reserved_blocks=max(0, needed - held),
+            num_promised_blocks=sum(max(0, missing) for missing in promised),
+            queued_cost=sum(prefill_cost(n, cached) for n, cached in prefills),
+            queued_tokens=sum(n for n, _ in prefills),
+            has_long=any(n >= LONG_PROMPT for n, _ in prefills),
+        )
+
+    def num_reusable(self, seq: Sequence) -> int:
+        """Return how many tokens of a sequence this group need not compute."""
+        return self.scheduler.prefixes.num_reusable(seq)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.places.running) + self.places.num_waiting
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no sequence is in this group, and none keeps KV blocks in it."""
+        return self.places.is_empty and not self.handover.sending
+
+    @property
+    def num_free_places(self) -> int:
+        """Number of sequences still able to join a step."""
+        return self.steps.max_seqs - self.num_sequences - len(self.places.reserved)

@@ -1,0 +1,321 @@
+"""A DP group without dies: the engine's scheduler plans each step, and steps alike are taken at once.
+
+Steps are alike while every running sequence either decodes a token, with its drafts, or computes a chunk of
+its prompt that leaves some of it. Nothing is admitted meanwhile: rows and places are the same as in the step
+that was planned, and blocks become fewer. Such a run ends before a sequence does, before a prompt's last
+chunk, and where blocks run out. Then the books are brought to its last step, and the scheduler finishes that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import msgspec
+
+from xdeepserve.engine.balance.dp import LONG_PROMPT, GroupStatus, prefill_cost
+from xdeepserve.engine.deploy.sizes import StepSizes
+from xdeepserve.engine.dp.events import EventLog, GroupId
+from xdeepserve.engine.dp.group_books import GroupBooks
+from xdeepserve.engine.dp.rtc import RTC
+from xdeepserve.engine.dp.sampling_params import SamplingParams
+from xdeepserve.engine.dp.sequence import SampledToken, Sequence
+from xdeepserve.engine.dp.step import PlannedStep, Scheduled, SeqResult
+from xdeepserve.platform.traced_tokens import Name, TracedTokens
+from xdeepserve.platform.traces import TracedRequest
+
+PARAMS: Final = SamplingParams(max_tokens=None)  # of all requests
+TOKEN: Final = SampledToken(0, False, None)
+ROUNDING: Final = 1e-9  # of shares of accepted drafts
+NO_REQUEST: Final = TracedRequest(0, 1, 1, ())
+LONGEST_RUN = 256  # steps that are taken at once, at most
+
+
+@dataclass(eq=False)
+class TracedSequence(Sequence):
+    """A request's prefill, decode or both at a TE.
+
+    `num_own` tokens of its prompt were in its DP group's cache when it asked a memory pool for the rest.
+    """
+
+    request: TracedRequest = NO_REQUEST
+    cost: int = 0  # of the rest of its prefill
+    num_steps: int = 0  # in which it has decoded
+    num_own: int | None = None
+
+    @property
+    def is_long(self) -> bool:
+        """Whether its prompt counts as long."""
+        return self.num_prompt >= LONG_PROMPT
+
+
+def traced_sequence(
+    number: int,
+    request: TracedRequest,
+    block: int,
+    on_tokens: Callable[[Sequence, list[SampledToken]], bool],
+    is_prefilled: bool,
+) -> TracedSequence:
+    """Make the sequence of a request of a trace with blocks of `block` tokens. A prefilled one has its first
+    token."""
+    length = request.input_length
+    token_ids = TracedTokens(number, length + is_prefilled, length, request.blocks, block)
+    return TracedSequence(
+        seq_id=number,
+        choice=0,
+        token_ids=token_ids,
+        num_prompt=length,
+        max_tokens=request.output_length,
+        params=PARAMS,
+        seed=0,
+        on_tokens=on_tokens,
+        num_computed=length if is_prefilled else 0,
+        request=request,
+    )
+
+
+def opening(seq: Sequence, kv_block: int) -> Name:
+    """Return the name of a sequence's first KV block."""
+    assert isinstance(seq.token_ids, TracedTokens)
+    return seq.token_ids.name(0, kv_block)
+
+
+class Load(NamedTuple):
+    """Load of a DP group in a step, and its growth from step to step.
+
+    Units are those of `StepCounts`; `chunk` is the share that computes a part of a prompt, and leaves some.
+    """
+
+    rows: int = 0
+    logits: int = 0
+    context: float = 0.0
+    kv_tokens: float = 0.0
+    more_context: float = 0.0
+    more_kv_tokens: float = 0.0
+    prefills: bool = False
+    chunk: Scheduled | None = None
+
+
+class StepGroup(GroupBooks):
+    """DP group of a TE at the grain of a step; a decode step brings `tokens_each` tokens on average.
+
+    After `plan` a run of up to `horizon` steps alike is under way, of which `done` have ended.
+    """
+
+    def __init__(self, name: GroupId, steps: StepSizes, rtc: RTC, tell: EventLog, tokens_each: float) -> None:
+        super().__init__(name, steps, rtc, tell)
+        self.openings = rtc.index.root.children  # by name: first blocks of prompts that are cached
+        self._accepted, self._drafts = tokens_each - 1, [0] * steps.mtp
+        self.step: PlannedStep | None = None
+        self.load, self.horizon, self.done = Load(), 0, 0
+        self._moved, self._evicts = (
+            0,
+            False,
+        )  # steps of the run that are in the books; whether blocks go in it
+        self._status: GroupStatus | None = None  # before the first step of the run
+
+    # ---- a run of steps -----------------------------------------------------------------------------
+
+    def plan(self) -> bool:
+        """Have the scheduler plan a step, and count how many steps are alike; return whether it has rows."""
+        self._status = None
+        scheduler, preempted = self.scheduler, self.scheduler.preemption.count
+        self._let_in()
+        step = scheduler.schedule()
+        self.done, self._moved, self.step = 0, 0, step if step.shares else None
+        if self.step is None:
+            self.load, self.horizon = Load(), 0
+            return False
+        is_whole = len(step.shares) == len(self.places.running)
+        are_alike = is_whole and preempted == scheduler.preemption.count and not step.copies
+        self.load = self._load_of(step)
+        self.horizon = self._num_alike(step) if are_alike else 1
+        self._evicts = self._num_blocks(step, self.horizon - 1) > self.rtc.num_free
+        return True
+
+    def _let_in(self) -> None:
+        """Let prefilled sequences in whose KV has come; the time of its transfer has passed."""
+        if self.places.arriving and not self.places.waiting and not self.places.swapped:
+            step = PlannedStep()
+            self.handover.receive(step)
+            for seq in step.receives:
+                self.scheduler.finish_transfer(self.places.ticket_of(seq.seq_id))
+
+    def _load_of(self, step: PlannedStep) -> Load:
+        rows, logits, context, kv_tokens, more_context, more_kv_tokens = 0, 0, 0.0, 0.0, 0.0, 0.0
+        prefills, chunk = False, None
+        for share in step.shares:
+            num, start = share.num_rows, share.start
+            grows: float = 1 + self._accepted
+            if not share.ends:
+                chunk, grows = share, num
+            prefills = prefills or share.num_tokens > 1 or not share.ends
+            rows += num
+            logits += len(share.logit_rows)
+            context += num * (start + (num + 1) / 2)
+            kv_tokens += start + num
+            more_context += num * grows
+            more_kv_tokens += grows
+        return Load(rows, logits, context, kv_tokens, more_context, more_kv_tokens, prefills, chunk)
+
+    def _num_alike(self, step: PlannedStep) -> int:
+        """Count the steps, from a planned one on, that are like it."""
+        count = LONGEST_RUN
+        for share in step.shares:
+            seq = share.seq
+            assert isinstance(seq, TracedSequence)
+            if not share.ends:
+                count = min(count, (seq.num_prompt - share.start - 2) // share.num_tokens)
+            elif share.num_tokens > 1 or share.num_drafts != self.steps.mtp or not seq.num_generated:
+                return 1
+            else:
+                count = min(count, self._steps_left(seq, seq.max_tokens - seq.num_generated))
+            if count <= 1:
+                return 1
+        room = self.rtc.num_available
+        if self._num_blocks(step, count - 1) > room:
+            low, high = 1, count  # with `low` steps there is room
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (middle, high) if self._num_blocks(step, middle - 1) <= room else (low, middle)
+            count = low
+        return count
+
+    def _num_tokens(self, steps: int) -> int:
+        """Count the tokens that a sequence has got after so many steps of decoding."""
+        return steps + math.floor(steps * self._accepted + ROUNDING)
+
+    def _steps_left(self, seq: TracedSequence, num_tokens: int) -> int:
+        """Count the steps in which a sequence that decodes gets `num_tokens` more."""
+        wanted = self._num_tokens(seq.num_steps) + num_tokens
+        return math.ceil(wanted / (1 + self._accepted) - ROUNDING) - seq.num_steps
+
+    def _gained(self, share: Scheduled, count: int) -> int:
+        """Count the positions by which a share moves on in `count` steps."""
+        seq = share.seq
+        assert isinstance(seq, TracedSequence)
+        if not share.ends:
+            return count * share.num_tokens
+        return self._num_tokens(seq.num_steps + count) - self._num_tokens(seq.num_steps)
+
+    def _num_blocks(self, step: PlannedStep, count: int) -> int:
+        """Count the blocks that are taken until a step is planned that is `count` steps after `step`."""
+        blocks_for = self.rtc.blocks_for
+        return sum(
+            blocks_for(share.start + self._gained(share, count) + share.num_rows)
+            - len(share.seq.holding.slots)
+            for share in step.shares
+        )
+
+    def _advance(self, share: Scheduled, count: int) -> Scheduled:
+        """Move the books of a share's sequence on by `count` steps; return its share of the next one."""
+        seq, gained = share.seq, self._gained(share, count)
+        assert isinstance(seq, TracedSequence)
+        assert isinstance(seq.token_ids, TracedTokens)
+        seq.num_computed += gained
+        if share.ends:
+            seq.token_ids.grow(gained)
+            seq.num_steps += count
+        has_room = self.rtc.alloc_blocks(seq.holding, seq.num_computed + share.num_rows)
+        assert has_room
+        if self.steps.caches_prefixes:
+            self.rtc.publish(seq.holding, seq.token_ids[: seq.num_computed])
+        return msgspec.structs.replace(share, start=seq.num_computed)
+
+    def show(self) -> None:
+        """Let other sequences find what steps that have ended have computed of a prompt, and not find what
+        they have evicted."""
+        if self.step is not None and self.done and (self.load.chunk is not None or self._evicts):
+            self._move_books()
+
+    def _move_books(self) -> None:
+        """Move the books of all sequences on to the last step that has ended, as it was planned."""
+        step, count = self.step, self.done - 1 - self._moved
+        assert step is not None
+        if count:
+            step.shares[:] = [self._advance(share, count) for share in step.shares]
+            self.scheduler.stats.rows_per_step[step.num_rows] += count
+            self._moved, self._status = self.done - 1, None
+        chunk = self.load.chunk
+        if chunk is not None and self.steps.caches_prefixes:
+            stop = chunk.start + self.done * chunk.num_tokens
+            self.rtc.publish(chunk.seq.holding, chunk.seq.token_ids[:stop])
+
+    def finish(self) -> None:
+        """Bring the books to the last step that has ended, and have the scheduler finish it."""
+        step = self.step
+        assert step is not None
+        self._move_books()
+        results = [self._result(share) for share in step.shares]
+        self.step, self.load, self.horizon, self.done, self._status = None, Load(), 0, 0, None
+        self.scheduler.finish_step(step, results)
+        for seq in [*self.places.sending]:  # whose KV the fleet sends
+            self.handover.release(seq.seq_id)
+
+    def _result(self, share: Scheduled) -> SeqResult:
+        """Make the result of a share: tokens without ids, and as many accepted drafts as there are on
+        average."""
+        seq = share.seq
+        assert isinstance(seq, TracedSequence)
+        if not share.ends:
+            return SeqResult()
+        accepted = 0
+        if share.num_drafts:
+            accepted = min(share.num_drafts, self._gained(share, 1) - 1)
+            seq.num_steps += 1
+        return SeqResult([TOKEN] * (1 + accepted), accepted, self._drafts)
+
+    # ---- for the TE-shell, and the job executor -----------------------------------------------------
+
+    def status(self) -> GroupStatus:
+        """Report the load after the steps that have ended."""
+        if self._status is None:
+            self._status = super().status()
+        chunk, status = self.load.chunk, self._status
+        if self.step is None or not self.done or (chunk is None and self.steps.role != "decode"):
+            return status
+        changes: dict[str, float] = {}
+        if chunk is not None:
+            seq, computed = chunk.seq, chunk.start + self.done * chunk.num_tokens
+            now, then = seq.num_prompt - seq.num_computed, seq.num_prompt - computed
+            changes["queued_tokens"] = status.queued_tokens - now + then
+            changes["queued_cost"] = (
+                status.queued_cost - prefill_cost(now, seq.num_computed) + prefill_cost(then, computed)
+            )
+            if now >= LONG_PROMPT > then:
+                others = (each for each in self.places.sequences() if each is not seq)
+                changes["has_long"] = any(
+                    len(each.token_ids) - each.num_computed >= LONG_PROMPT for each in others
+                )
+        if self.steps.role == "decode":
+            changes |= self._blocks_now(status)
+        return msgspec.structs.replace(status, **changes) if changes else status
+
+    def _blocks_now(self, status: GroupStatus) -> dict[str, float]:
+        """Count used, reserved and promised blocks after the steps that have ended."""
+        assert self.step is not None
+        more = promised = 0
+        for share in self.step.shares:
+            seq, blocks_for = share.seq, self.rtc.blocks_for
+            held, length = len(seq.holding.slots), len(seq.token_ids)
+            then = blocks_for(share.start + self._gained(share, self.done - 1 - self._moved) + share.num_rows)
+            wanted = blocks_for(length + (self._gained(share, self.done - self._moved) if share.ends else 0))
+            more += then - held
+            promised += max(0, wanted - then) - max(0, blocks_for(length) - held)
+        return {
+            "num_used_blocks": status.num_used_blocks + more,
+            "num_reserved_blocks": max(0, status.num_reserved_blocks - more),
+            "num_promised_blocks": status.num_promised_blocks + promised,
+        }
+
+    def num_reusable(self, seq: Sequence) -> int:
+        """Return how many tokens of a sequence are cached here; at once where its first block is not."""
+        if opening(seq, self.rtc.block_size) in self.openings:
+            return super().num_reusable(seq)
+        return 0
+
+    def changed(self) -> None:
+        """Note that sequences have come or gone between steps."""
+        self._status = None

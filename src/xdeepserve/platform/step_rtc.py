@@ -1,0 +1,75 @@
+"""RTC of a simulated DP group: blocks that may be evicted are kept in order, and what a TE has is told.
+
+A fleet has hundreds of DP groups with thousands of blocks each, whose cached blocks must not be searched for
+the least recently used one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from xdeepserve.engine.dp.block_table import Holding
+from xdeepserve.engine.dp.prefix_index import Node
+from xdeepserve.engine.dp.rtc import RTC
+from xdeepserve.errors import XDeepServeError
+
+
+class StepRTC(RTC):
+    """RTC without host DRAM that evicts by LRU; `tell(node, has)` hears of cached blocks that come and go."""
+
+    def __init__(self, num_blocks: int, block_size: int, tell: Callable[[Node, bool], None]) -> None:
+        super().__init__(num_blocks, block_size)
+        self._told = tell
+        self._idle: dict[int, Node] = {}  # by slot: cached, without a user; the first goes first
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._idle)
+
+    def adopt(self, holding: Holding, nodes: Sequence[Node]) -> None:
+        super().adopt(holding, nodes)
+        self._take(nodes)
+
+    def publish(self, holding: Holding, tokens: Sequence[int]) -> None:
+        before, slots = len(holding.nodes), [*holding.slots]
+        super().publish(holding, tokens)
+        self._take(holding.nodes[before:])
+        for at, node in enumerate(holding.nodes[before:], before):
+            if node.slot == slots[at]:  # else another sequence has computed the same block
+                self._told(node, True)
+
+    def _take(self, nodes: Iterable[Node]) -> None:
+        for node in nodes:
+            if node.slot is not None:
+                self._idle.pop(node.slot, None)
+
+    def _touch(self, nodes: Iterable[Node]) -> None:
+        used, idle = self._users, self._idle
+        for node in nodes:
+            self._clock += 1
+            node.last_used = self._clock
+            slot = node.slot
+            if slot is not None and not used[slot] and not node.is_loading:
+                idle.pop(slot, None)
+                idle[slot] = node
+
+    def finish(self, ticket: int) -> None:
+        arrived = [*self._arrivals.get(ticket, ())]
+        super().finish(ticket)
+        self._touch(reversed(arrived))
+        for node in arrived:
+            self._told(node, True)
+
+    def _victim(self) -> Node | None:
+        slot = next(iter(self._idle), None)
+        if slot is None:
+            return None
+        node = self._idle.pop(slot)
+        self._told(node, False)
+        return node
+
+    def check_integrity(self, holdings: Iterable[Holding], swapped: Iterable[Sequence[int]] = ()) -> None:
+        super().check_integrity(holdings, swapped)
+        found = sorted(self._evictable(), key=lambda node: node.last_used)
+        if [*self._idle.values()] != found:
+            raise XDeepServeError("RTC: blocks that may be evicted are not in order")

@@ -1,0 +1,161 @@
+"""One trace through the fleet and through the engine, time only: with KV plentiful or scarce they agree.
+
+A fleet's DP groups end each step together. In the engine a group that samples nothing ends sooner, plans
+sooner and waits at the first exchange. On `tiny`, whose steps are a third sampling, that moves what goes into
+a step, so several groups are compared with plenty of KV alone, and less strictly.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+
+from xdeepserve import LLM, SamplingParams
+from xdeepserve.engine.deploy.deployment import CacheConfig, Deployment, ExecutionConfig, SchedulerConfig
+from xdeepserve.engine.te.host import GC_PERIOD
+from xdeepserve.engine.ways.routing import TimingConfig
+from xdeepserve.hw.spec import Spec
+from xdeepserve.model.presets import resolve_model
+from xdeepserve.platform.fleet import Fleet
+from xdeepserve.platform.fleet_words import FleetTE
+from xdeepserve.platform.made_traffic import MadeTraffic, made
+from xdeepserve.platform.step_te import StepLimits
+from xdeepserve.platform.token_replay import prompts_of
+from xdeepserve.platform.traces import TracedRequest
+from xdeepserve.prices.step_price import StepPrice, priced
+
+BLOCK, ROOM = 16, 400
+NEAR = 0.02  # of the engine's figures
+DEPLOYMENT = Deployment(
+    name="a die",
+    kind="monolithic",
+    dies=1,
+    max_model_len=ROOM,
+    scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=128),
+    cache=CacheConfig(block_size=BLOCK),
+)
+TRAFFIC = MadeTraffic(
+    requests=48, seconds=0.08, prompt=150, output=30, spread=0.6, systems=0, block=BLOCK, turns=1
+)
+CHATS = MadeTraffic(
+    requests=48, seconds=0.03, prompt=130, output=40, spread=0.6, systems=4, system=64, block=BLOCK,
+    turns=2, pause=0.01,
+)  # fmt: skip
+
+
+FOUR = msgspec.structs.replace(DEPLOYMENT, name="four dies", kind="colocated", dies=4)
+
+
+@functools.cache
+def price(deployment: Deployment = DEPLOYMENT) -> StepPrice:
+    return priced(resolve_model("tiny"), deployment)
+
+
+def trace(is_shared: bool) -> list[TracedRequest]:
+    some = (each for each in made(CHATS if is_shared else TRAFFIC))
+    fits = [each for each in some if each.input_length + each.output_length < ROOM - 8]
+    return fits if is_shared else [each._replace(blocks=()) for each in fits]
+
+
+class Figures(msgspec.Struct):
+    """What a run came to: times [ns] of each request, cached tokens, and preemptions."""
+
+    ttft: list[float]
+    tpot: list[float]
+    whole: list[float]
+    cached: list[int]
+    preempted: int
+
+
+def in_fleet(requests: Sequence[TracedRequest], num_blocks: int, cost: StepPrice) -> Figures:
+    limits = StepLimits(8, 128, num_blocks * BLOCK, BLOCK)
+    fleet = Fleet([FleetTE("te", cost, limits)])
+    served = sorted(fleet.run(requests))
+    fleet.check_integrity()
+    groups = [group for stepper in fleet.steppers for group in stepper.groups]
+    return Figures(
+        [each.ttft_ns for each in served],
+        [each.tpot_ns for each in served if each.tpot_ns is not None],
+        [each.last_ns - each.at_ns for each in served],
+        [each.num_cached for each in served],
+        sum(group.scheduler.preemption.count for group in groups),
+    )
+
+
+def in_engine(requests: Sequence[TracedRequest], deployment: Deployment, is_warm: bool = False) -> Figures:
+    """Serve a trace; a warm engine has captured its graphs with prompts of the same lengths before."""
+    model = resolve_model("tiny")
+    params = [SamplingParams(max_tokens=each.output_length, ignore_eos=True) for each in requests]
+    prompts = prompts_of(requests, BLOCK, 1, model.config.vocab_size)
+    with LLM(model, deployment, timing_only=TimingConfig()) as llm:
+        arrivals = [each.at_ns for each in requests]
+        if is_warm:
+            llm.generate([prompt[::-1] for prompt in prompts], params, arrivals_ns=arrivals)
+        outputs = llm.generate(prompts, params, arrivals_ns=arrivals)
+        groups = [group for te in llm.engine.je.tes for group in te.groups]
+    found = [each.metrics for each in outputs]
+    return Figures(
+        [each.ttft_ns for each in found if each is not None and each.ttft_ns is not None],
+        [each.tpot_ns for each in found if each is not None and each.tpot_ns is not None],
+        [each.last_token_ns - each.arrival_ns for each in found if each and each.last_token_ns],
+        [each.num_cached_tokens for each in found if each is not None],
+        sum(group.scheduler.preemption.count for group in groups),
+    )
+
+
+def differences(one: Figures, other: Figures) -> dict[str, float]:
+    """The mean and the 99th percentile of each time, as shares of the engine's."""
+    found = {}
+    for name in ("ttft", "tpot", "whole"):
+        times = [sorted(getattr(each, name)) for each in (one, other)]
+        for what, of in (("mean", statistics.mean), ("p99", lambda all_: all_[int(0.99 * len(all_))])):
+            found[f"{name} {what}"] = of(times[0]) / of(times[1]) - 1  # type: ignore[operator]
+    return found
+
+
+@pytest.mark.parametrize("num_blocks", [256, 60, 30])
+@pytest.mark.parametrize("is_shared", [False, True], ids=["alone", "shared prefixes"])
+def test_a_trace_takes_as_long_as_in_the_engine(is_shared: bool, num_blocks: int) -> None:
+    requests = trace(is_shared)
+    cache = CacheConfig(block_size=BLOCK, num_blocks=num_blocks)
+    fleet = in_fleet(requests, num_blocks, price())
+    engine = in_engine(requests, msgspec.structs.replace(DEPLOYMENT, cache=cache))
+    found = differences(fleet, engine)
+    print({name: f"{100 * value:+.3f} %" for name, value in found.items()}, fleet.preempted)
+    assert fleet.cached == engine.cached
+    assert fleet.preempted == engine.preempted
+    assert (sum(fleet.cached) > 0) == is_shared
+    assert (fleet.preempted > 0) == (num_blocks < 256)
+    assert max(map(abs, found.values())) < NEAR
+
+
+@pytest.mark.parametrize("is_shared", [False, True], ids=["alone", "shared prefixes"])
+def test_several_groups_take_as_long_on_average(is_shared: bool) -> None:
+    requests = trace(is_shared)
+    deployment = msgspec.structs.replace(FOUR, cache=CacheConfig(block_size=BLOCK, num_blocks=256))
+    found = differences(in_fleet(requests, 256, price(FOUR)), in_engine(requests, deployment))
+    print({name: f"{100 * value:+.3f} %" for name, value in found.items()})
+    assert abs(found["whole mean"]) < NEAR
+    assert abs(found["tpot mean"]) < NEAR
+    assert abs(found["ttft mean"]) < 4 * NEAR
+
+
+def test_the_host_adds_to_steps_what_it_adds_in_the_engine() -> None:
+    """A price cannot see what happens once, the capture of a graph, nor that graphs pad their rows. The
+    collector's pause of every 256th step is spread over all steps, and there are not as many here."""
+    execution, spec = ExecutionConfig(), Spec()
+    requests = trace(False)[:8]
+    of_steps = price(msgspec.structs.replace(DEPLOYMENT, execution=execution))
+    gap = of_steps.gap - 1e9 * spec.gc_pause.value / GC_PERIOD
+    assert gap == pytest.approx(1e9 * (spec.scheduler_gap.value + spec.graph_dispatch.value))
+    cost = msgspec.structs.replace(of_steps, gap=gap)
+    cache = CacheConfig(block_size=BLOCK, num_blocks=256)
+    deployment = msgspec.structs.replace(DEPLOYMENT, execution=execution, cache=cache)
+    engine = in_engine(requests, deployment, is_warm=True)
+    found = differences(in_fleet(requests, 256, cost), engine)
+    print({name: f"{100 * value:+.3f} %" for name, value in found.items()})
+    assert max(map(abs, found.values())) < NEAR
