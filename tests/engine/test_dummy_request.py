@@ -92,7 +92,7 @@ def test_what_fails_in_the_moment_of_the_last_answer_is_heard() -> None:
             SimpleNamespace(rank=rank, places=SimpleNamespace(move=lambda seq, _: seqs.append(seq)))
             for rank in range(2)
         ],
-        te_shell=SimpleNamespace(adopt=lambda seq, group: None, forget=lambda seq: None),
+        te_shell=SimpleNamespace(adopt=lambda seq, group: None, remove=lambda seq: None),
         wake=lambda: clock.spawn(turn(), name="turn"),
         on_loss=None,
     )

@@ -336,4 +336,5 @@ print(*(name for name in sys.modules if name.startswith(("xdeepserve.hw.", "xdee
 
 def test_the_scheduler_imports_nothing_of_dies_memories_and_pods() -> None:
     done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["xdeepserve.hw.topology"]  # bounds of settings
+    names = ["xdeepserve.comm", "xdeepserve.comm.exchange_choices"]  # of settings
+    assert done.stdout.split() == [*names, "xdeepserve.hw.topology"]  # bounds of settings

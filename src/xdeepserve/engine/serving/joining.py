@@ -185,4 +185,4 @@ async def serve_dummy(te: TE, timeout_ns: int) -> None:
     finally:
         te.on_loss = on_loss
         for seq in dummies:
-            te.te_shell.forget(seq)
+            te.te_shell.remove(seq)  # from its group, too, if it has not ended
