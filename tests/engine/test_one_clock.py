@@ -151,6 +151,8 @@ def test_tasks_and_time_only(monkeypatch: pytest.MonkeyPatch, settings: tuple[st
 
     time_only = run("colocated", *settings, timing_only=True, prepare=route)
     assert without_order(time_only) == without_order(lockstep)
+    if MOVES[0] not in settings:
+        assert run("colocated", *settings) == lockstep
 
 
 def without_order(spans: Counter[tuple[int, str, int]]) -> Counter[tuple[int, str, int]]:
@@ -160,5 +162,3 @@ def without_order(spans: Counter[tuple[int, str, int]]) -> Counter[tuple[int, st
     for (die, name, length), count in spans.items():
         found[-1 if name == "replicas" else die, name, length] += count
     return found
-    if MOVES[0] not in settings:
-        assert run("colocated", *settings) == lockstep
