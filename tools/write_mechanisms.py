@@ -220,6 +220,13 @@ MECHANISMS = (
         "engine/test_pipeline.py",
     ),
     Mechanism(
+        "microbatches decided per step",
+        "XDS 4",
+        "pipeline.dynamic=true",
+        "engine/te/forecast.py",
+        "engine/test_dynamic_microbatches.py",
+    ),
+    Mechanism(
         "cores that move between the streams",
         "CM 4.2.3",
         "pipeline.adaptive=true",

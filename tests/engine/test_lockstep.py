@@ -636,7 +636,7 @@ def test_the_superpod_fills_its_dies_and_has_prefill_beside() -> None:
     assert len(decode.expert_dies) == 288
     assert decode.dies[0] == 0
     assert decode.expert_dies[-1] == 767
-    assert prefill.dies == tuple(range(768, 776))
+    assert prefill.dies == tuple(range(768, 784))
     assert np.diff(decode.dies).max() == 1
 
 

@@ -129,7 +129,13 @@ def one_step(
     trace: Path | bool = False,
     spec: Spec | None = None,
 ) -> DecodeRun:
-    """Run a step of all TEs that decode; each of their DP groups has the shares of its number."""
+    """Run a step of all TEs that decode; each of their DP groups has the shares of its number.
+
+    The step is alone: none is planned ahead while it runs, whose stages would count among its own.
+    """
+    if deployment.execution is not None:
+        alone = msgspec.structs.replace(deployment.execution, overlap=False)
+        deployment = msgspec.structs.replace(deployment, execution=alone)
     engine = Engine(PodPlan(checkpoint, deployment, timing=timing, trace=bool(trace), spec=spec))
     engine.load()
     clock = engine.plan.pod.clock
