@@ -464,7 +464,7 @@ def test_a_platform_whose_threads_cannot_yield() -> None:
     [
         ("monolithic", "seed=0", True, True),
         ("monolithic", "seed=0", False, False),
-        ("monolithic", "execution.mode=op", True, False),  # launches cost time
+        ("monolithic", "execution.mode=op", True, True),
         ("monolithic", "lockstep=false", True, False),
         ("monolithic", "lockstep=true", False, True),
         ("colocated", "seed=0", True, True),

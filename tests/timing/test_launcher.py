@@ -1,10 +1,16 @@
-"""Graphs: captured in the first step with their guards, replayed as one launch, and nothing else replayed."""
+"""Launches: of graphs, captured in the first step with their guards and replayed as one, and of operators.
+
+In lockstep a timetable bills the launches of layers; each die's host launches as much as it does for a task.
+"""
+
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.plans import StepPlan
-from xdeepserve.engine.walk.launcher import Guards
+from xdeepserve.engine.walk.launcher import Guards, Launcher
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.llm import LLM
 
@@ -70,3 +76,89 @@ def test_stages_without_rows_are_part_of_a_graph(deployment: str) -> None:
             llm.generate(prompts, PARAMS)
         launchers = [executor.launcher for executor in llm.engine.je.tes[-1].executors]
         assert all(launcher is not None and launcher.num_replays > 0 for launcher in launchers)
+
+
+# ---- in lockstep ---------------------------------------------------------------------------------------
+
+SPREAD = [[i] * (20 + i) for i in range(16)]
+FEW = [[1, 2, 3], [4] * 30, [5] * 9]  # some dies have no rows
+APART = ("attention.dies=2", "attention.domains=2", "experts.routed_dies=3")
+
+
+def ends_of(
+    deployment: str,
+    *settings: str,
+    prompts: Sequence[list[int]] = SPREAD,
+    params: SamplingParams = PARAMS,
+    **kwargs: Any,
+) -> tuple[int, list[tuple[int | None, float | None]]]:
+    """Return the instant of the end in ns, and each request's TTFT and TPOT."""
+    overrides = ["max_model_len=128", *settings]
+    with LLM("tiny-random", deployment, "int8", overrides=overrides, progress=False, **kwargs) as llm:
+        metrics = [output.metrics for output in llm.generate(prompts, params)]
+        times = [(each.ttft_ns, each.tpot_ns) for each in metrics if each is not None]
+        return llm.engine.plan.pod.clock.now, times
+
+
+@pytest.mark.parametrize("mode", ["op", "graph"])
+@pytest.mark.parametrize("more", [(), ("mtp=1",), ("mtp=1", "execution.mtp=naive")], ids=str)
+def test_a_die_in_lockstep_takes_what_a_task_takes(mode: str, more: tuple[str, ...]) -> None:
+    settings = "monolithic", f"execution.mode={mode}", *more
+    assert ends_of(*settings, lockstep=True) == ends_of(*settings, lockstep=False)
+
+
+@pytest.mark.parametrize("mode", ["op", "graph"])
+@pytest.mark.parametrize(
+    ("deployment", "more"), [("colocated", ("dies=4",)), ("moe-attention", (*APART, "experts.routed_dies=1"))]
+)
+def test_dies_in_lockstep_take_what_timing_only_runs_take(
+    deployment: str, more: tuple[str, ...], mode: str
+) -> None:
+    """Both bill exchanges as a whole. They route differently, so one expert die has all experts. With expert
+    dies only the step that captures a graph is compared: replays differ by 1 us, with or without launches."""
+    settings = deployment, f"execution.mode={mode}", *more
+    params = PARAMS
+    if (deployment, mode) == ("moe-attention", "graph"):
+        params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+    as_one = ends_of(*settings, params=params, lockstep=True)
+    assert as_one == ends_of(*settings, params=params, timing_only=True)
+
+
+@pytest.mark.parametrize("mode", ["op", "graph"])
+@pytest.mark.parametrize("prompts", [SPREAD, FEW], ids=["spread", "few"])
+@pytest.mark.parametrize(
+    ("deployment", "more"),
+    [("colocated", ("dies=4",)), ("colocated", ("dies=4", "exchange=push")), ("moe-attention", APART)],
+)
+def test_each_host_launches_as_many_operators_as_for_tasks(
+    monkeypatch: pytest.MonkeyPatch,
+    deployment: str,
+    more: tuple[str, ...],
+    prompts: list[list[int]],
+    mode: str,
+) -> None:
+    begun: dict[int, int] = {}
+    launched: dict[int, list[int]] = {}  # by die, the operators of each step
+    begin, end = Launcher.begin, Launcher.end
+
+    def note_begin(launcher: Launcher, plan: StepPlan) -> None:
+        begin(launcher, plan)
+        begun[launcher.die.index] = launcher.launched_ns
+
+    def note_end(launcher: Launcher) -> None:
+        end(launcher)
+        die = launcher.die.index
+        operators, rest = divmod(launcher.launched_ns - begun[die], launcher.op_ns)
+        assert not rest
+        launched.setdefault(die, []).append(operators)
+
+    monkeypatch.setattr(Launcher, "begin", note_begin)
+    monkeypatch.setattr(Launcher, "end", note_end)
+    settings = deployment, f"execution.mode={mode}", *more
+    ends_of(*settings, prompts=prompts, lockstep=False)
+    as_tasks = {die: [*counts] for die, counts in launched.items()}
+    launched.clear()
+    ends_of(*settings, prompts=prompts, lockstep=True)
+    assert launched == as_tasks
+    assert any(counts[0] > 0 for counts in launched.values())
+    assert any(counts[-1] > 0 for counts in launched.values()) == (mode == "op"), "graphs are replayed"

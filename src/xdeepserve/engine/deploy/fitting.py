@@ -125,8 +125,6 @@ def _is_lockstep(d: Deployment, row: TEKind, config: ModelConfig) -> bool:
     is_possible = row.lockstep == "large" and not rules.refused(d, rules.LOCKSTEP)
     if max(d.tp or 1, d.o_proj_tp or 1) > 1 or _turns(d, row) == "overlap":
         is_possible = False  # their stages are tasks' in any case
-    if row.is_single and d.execution is not None:
-        is_possible = False  # a step on one die is one call, and has no launches that would cost something
     return is_possible and num_parameters(config) >= LARGE_MODEL
 
 

@@ -52,7 +52,8 @@ class Launcher:
     launch. Graph: the first step with given guards runs that way too and is captured as the list of its
     stages, those without rows included. Later steps with the same guards are replayed as one launch, whose
     time is the step's. A replay that departs from the list is an error: the guards are incomplete. Naive MTP
-    needs the host again before each of the drafts' graphs.
+    needs the host again before each of the drafts' graphs. In lockstep the list lacks the stages of layers: a
+    timetable runs them for all dies alike, and bills their launches with `launched_ns` and `op_ns`.
     """
 
     def __init__(self, die: Die, config: ExecutionConfig) -> None:
@@ -62,8 +63,8 @@ class Launcher:
         self._guards: Guards | None = None  # of the step, if it is a graph
         self._captured: tuple[str, ...] | None = None  # the graph that is replayed
         self._stages: list[str] = []  # of the step, so far
-        self._launched_ns = 0
-        self._op_ns = die.spec.dispatch_ns("op")
+        self.launched_ns = 0  # when the host has launched all operators so far
+        self.op_ns = die.spec.dispatch_ns("op")
         self._graph_ns = die.spec.dispatch_ns("graph")
         self._sampling_ns = round(1e9 * die.spec.host_sampling.value)
 
@@ -74,7 +75,7 @@ class Launcher:
 
     def begin(self, plan: StepPlan) -> None:
         """Begin the launches of a step, when its plan has reached the die."""
-        self._launched_ns = self.die.clock.now
+        self.launched_ns = self.die.clock.now
         self._guards = Guards.of(plan) if plan.bucket else None
         self._captured = None if self._guards is None else self.graphs.get(self._guards)
         self._stages = []
@@ -106,8 +107,8 @@ class Launcher:
     async def kernel(self, operators: int) -> None:
         """Wait until the host has launched the next stage, which consists of so many operators."""
         if self.is_eager:
-            self._launched_ns += operators * self._op_ns
-            await self.die.clock.sleep_until(self._launched_ns)
+            self.launched_ns += operators * self.op_ns
+            await self.die.clock.sleep_until(self.launched_ns)
 
     async def next_graph(self) -> None:
         """Wait for the host before an MTP pass, with naive MTP only.
@@ -116,7 +117,7 @@ class Launcher:
         """
         if self.config.mtp == "naive":
             await self.die.clock.sleep(self._sampling_ns + self._graph_ns)
-            self._launched_ns = self.die.clock.now
+            self.launched_ns = self.die.clock.now
 
 
 class MicrobatchLaunches:

@@ -15,7 +15,7 @@ from xdeepserve.model import kernels as k
 from xdeepserve.model.canonical import Array
 from xdeepserve.step.frame import Ends, Frame
 from xdeepserve.step.passes import HEAD, head, logit_hidden
-from xdeepserve.step.stage import Op, Program, Stage
+from xdeepserve.step.stage import Program, Stage
 
 
 class Heads:
@@ -36,7 +36,7 @@ class Heads:
             return HEAD
         *before, last = HEAD
         assert isinstance(last, Stage)
-        return (*before, last._replace(ops=(Op(partial(self.run, rank), head.work),)))
+        return (*before, last._replace(ops=(head._replace(kernel=partial(self.run, rank)),)))
 
     def begin(self) -> None:
         """Forget the computed logits, since all dies' rows are about to go through layers again."""

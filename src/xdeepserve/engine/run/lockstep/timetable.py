@@ -6,6 +6,8 @@ come to it, and a combine when the slowest expert has ended: both are barriers. 
 their own, an A2E needs two things. The last die of its domain must have posted, and the receiving stream of
 the expert dies must be free. Experts run when the A2E has ended and their die is free. An E2A starts when the
 slowest expert has ended. An exchange as a whole costs as much as by `comm.cost`, as in timing-only runs.
+A die whose host launches single operators waits for the launch of each stage and exchange, as `walk.launcher`
+has it.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ class Timetable(Runner):
     def __init__(self, executors: Sequence[Executor], copies: int, num_domains: int = 0) -> None:
         first = executors[0]
         super().__init__(first.die, first.runner.frame, first.runner.pace)
-        self.dies, self.spec, self.copies = [executor.die for executor in executors], first.die.spec, copies
+        self.executors, self.dies = executors, [executor.die for executor in executors]
+        self.spec, self.copies = first.die.spec, copies
         topology, way = first.die.fabric.topology, first.mem.walk.exchange
         self.cost = CommCost(self.spec, topology, first.config.hidden_size, way)
         self.drawing = Drawing(self.dies, num_domains)
@@ -61,6 +64,13 @@ class Timetable(Runner):
         """Begin a run at the times in ns when all members of the lockstep came."""
         self.drawing.begin()
         self.attention = came.copy()
+        launchers = [executor.launcher for executor in self.executors]
+        self._eager = {at: each for at, each in enumerate(launchers) if each is not None and each.is_eager}
+        # By die: when its host has launched all operators so far, and what one more takes; 0 if it need not.
+        self._launched_ns: Ns = np.zeros(len(launchers), np.int64)
+        self._op_ns: Ns = np.zeros(len(launchers), np.int64)
+        for at, launcher in self._eager.items():
+            self._launched_ns[at], self._op_ns[at] = launcher.launched_ns, launcher.op_ns
 
     def pass_layers(
         self,
@@ -80,6 +90,8 @@ class Timetable(Runner):
         self.begin_layers()
         for waits in schedule([self] * len(counts), lambda: [*visits], _end_layer).__await__():
             raise AssertionError(f"{waits}: a schedule waits, but its time is not the clock's")
+        for at, launcher in self._eager.items():
+            launcher.launched_ns = int(self._launched_ns[at])
 
     def begin_layers(self) -> None:
         """Compute the times that are equal in all layers."""
@@ -109,6 +121,9 @@ class Timetable(Runner):
             ns = self._known[key]
         else:
             ns = self._known[key] = self._price_rows(stage)
+        if self._eager:
+            rows = ns if stage.rows == "received" else self._counts[self._microbatch].rows
+            self._wait_for_launch(np.where(rows > 0, stage.operators, 0))
         start = self.attention
         self.attention = start + ns
         self.drawing.spans(stage.core.upper(), stage.name, start, self.attention)
@@ -118,9 +133,16 @@ class Timetable(Runner):
         op: Op = "dispatch" if "dispatch" in meet.op else "combine"
         if op not in self._exchange_ns:
             self._exchange_ns[op] = self.exchange_ns(op, int(self._counts[self._microbatch].rows.max()))
+        self._wait_for_launch(1)
         start = self.attention
         self.attention = np.full_like(start, int(start.max()) + self._exchange_ns[op])
         self.drawing.meeting(meet.op.replace("_", " "), "XCCL", start, self.attention)
+
+    def _wait_for_launch(self, operators: int | Ns) -> None:
+        """Let each die wait until its host has launched so many more operators, in single-op mode."""
+        if self._eager:
+            self._launched_ns = self._launched_ns + operators * self._op_ns
+            self.attention = np.maximum(self.attention, self._launched_ns)
 
     def exchange_ns(self, op: Op, batch: int) -> int:
         """Return the time in ns of a dispatch or combine of all dies; the fullest die has `batch` rows."""
@@ -195,6 +217,7 @@ class DisaggregatedTimetable(Timetable):
 
     async def meet(self, meet: Meet) -> None:
         """Send the microbatch to the experts, or wait for its answers."""
+        self._wait_for_launch(1)
         if meet.op == "a2e":
             self._go_away_and_serve()
         else:
