@@ -105,3 +105,18 @@ def test_probes_beside_traffic_find_a_link_that_becomes_slow_and_one_that_is_wel
     (is_well, reason), *_, (is_well_again, _) = found["beside"]
     assert (is_well, is_well_again) == (False, True)
     assert reason.startswith("a dummy payload from prefill 0 to decode 0 was delayed")
+
+
+def test_a_slow_link_costs_no_other_link_its_payloads(tiny: TinyCheckpoint) -> None:
+    """Payloads to both TEs leave the same die, and one of them is on its way while others come and go."""
+    changes: list[str] = []
+    settings = ("prefill.dies=1", "prefill.tp=1", "decode.dies=2", "decode.count=2", "max_model_len=512")
+    more = ("cache.prefix=false", "health.link_probe_s=0.0005")
+    with LLM(tiny, "pd", overrides=[*settings, *more], faults=[fault("slow", 1e9)], progress=False) as llm:
+        llm.engine.observe(lambda e: changes.append(e.reason) if isinstance(e, LinkChanged) else None)
+        outputs = llm.generate(
+            [[7, at] * 200 for at in range(8)], PARAMS, arrivals_ns=[1_000_000 * at for at in range(8)]
+        )
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [6] * 8
+    assert len(changes) == 1
+    assert changes[0].startswith("a dummy payload from prefill 0 to decode 0 was ")

@@ -297,6 +297,27 @@ def test_a_link_is_blocked_or_slow_for_those_who_use_it_and_a_die_late_for_all()
     assert times_ns(*others) == quiet
 
 
+def test_what_waits_behind_a_slow_link_keeps_no_port_from_others() -> None:
+    """Die 2 pulls twice from die 0, by a slow link; meanwhile die 4 pulls from die 0, as from an idle one."""
+
+    async def pull(pod: Pod, node: int) -> int:
+        await pod.dies[node].dma.copy([Copy(Address(0, 0), Address(node, 0), 64)])
+        return pod.clock.now
+
+    async def ends(is_slow: bool) -> list[int]:
+        pod = pod_of(5)
+        if is_slow:
+            schedule([Fault(0.0, link=(0, 2), kind="slow", for_us=1e9, factor=1e9, plane="ub")], pod)
+            await pod.clock.spawn(pod.clock.sleep(1))
+        begun_ns = pod.clock.now
+        ends_ns = await pod.clock.spawn(pod.clock.gather(*[pull(pod, node) for node in (2, 2, 4)]))
+        return [end_ns - begun_ns for end_ns in ends_ns]
+
+    (idle, *_), (first, second, beside) = asyncio.run(ends(is_slow=False)), asyncio.run(ends(is_slow=True))
+    assert second > first > 1000 * idle
+    assert beside == idle
+
+
 def test_a_link_that_is_down_is_told_of_at_once() -> None:
     with pytest.raises(LinkError, match=r"^node 0 cannot reach node 1: their link on the UB plane is down$"):
         times_ns(Fault(0.001, link=(1, 0), kind="down", plane="ub"))

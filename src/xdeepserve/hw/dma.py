@@ -24,7 +24,9 @@ class DMA:
         self.place = Place.of(node, fabric.topology, fabric.spec, fabric.links)
         self.lane = kind.upper()
         self.busy_until = 0
-        self.held_until = 0  # by a link: what comes behind that keeps no port from others
+        # By a link, blocked or slow: a port is booked from when a transfer begins, so what waits behind the
+        # link would book the far port from then on, and keep it from others until then.
+        self.held_until = 0
 
     async def copy(self, pieces: Iterable[Copy], name: str = "copy", weight: float = 1.0) -> None:
         """Move the pieces; return when the last byte is visible. A byte takes the time of `weight` bytes."""
@@ -98,7 +100,7 @@ class DMA:
         if is_payload and loads.local + stores.local < loads.nbytes + stores.nbytes:
             end += fabric.checksums.time_ns(weight * stores.nbytes, spec)
         self.busy_until = end
-        if is_held:
+        if is_held or loads.is_slowed or stores.is_slowed:
             self.held_until = end
         if fabric.trace.is_on:
             fabric.trace.span(self.node, self.lane, name, start, end, {"bytes": stores.nbytes})

@@ -37,15 +37,17 @@ class Place(NamedTuple):
 class Traffic:
     """Bytes moved by a batch from `place`, by distance; `latency_ns` is set if some go to another server.
 
-    Until `free_ns` a link that it goes by is blocked; bytes on a slow one count several times.
+    Until `free_ns` a link that it goes by is blocked; bytes on a slow one count several times, and `is_slowed`
+    is set.
     """
 
-    __slots__ = ("far", "free_ns", "latency_ns", "local", "near", "place")
+    __slots__ = ("far", "free_ns", "is_slowed", "latency_ns", "local", "near", "place")
 
     def __init__(self, place: Place, local: int = 0) -> None:
         self.place = place
         self.local, self.near, self.far = local, 0, 0
         self.latency_ns = self.free_ns = 0
+        self.is_slowed = False
 
     def add(self, node: int, nbytes: int) -> None:
         place = self.place
@@ -53,8 +55,10 @@ class Traffic:
             self.local += nbytes
             return
         if place.links:
-            nbytes, free_ns = place.links.passes(Plane.UB, place.node, node, nbytes)
+            billed, free_ns = place.links.passes(Plane.UB, place.node, node, nbytes)
             self.free_ns = max(self.free_ns, free_ns)
+            self.is_slowed |= billed > nbytes
+            nbytes = billed
         if place.first <= node < place.last or node == place.host:
             self.near += nbytes
         else:

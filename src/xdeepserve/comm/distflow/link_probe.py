@@ -22,13 +22,13 @@ from xdeepserve.hw.memory import Address, MemoryPlan
 from xdeepserve.hw.pod import Pod
 
 Verdict: TypeAlias = Literal["well", "delayed", "blocked", "lost"]
-NAME, NBYTES = "link.probe", 64  # of which the second half is where payloads come
+NAME, PAYLOAD = "link.probe", bytes(range(32))  # its region has a second half, where payloads come
 DELAYED_NS = 100_000  # what a payload takes on an idle link is far below, on any plane
 
 
 def plan_link_probe(plan: MemoryPlan) -> None:
     """Reserve a die's region for dummy payloads. Raises OutOfMemoryError if there is no room."""
-    plan.app.alloc(NAME, NBYTES)
+    plan.app.alloc(NAME, 2 * len(PAYLOAD))
 
 
 async def probe(pod: Pod, backend: Backend, pairs: Sequence[tuple[int, int]], timeout_ns: int) -> Verdict:
@@ -46,18 +46,27 @@ async def probe(pod: Pod, backend: Backend, pairs: Sequence[tuple[int, int]], ti
 
 async def _probe_one(pod: Pod, backend: Backend, src: int, dst: int, timeout_ns: int) -> Verdict:
     """Send a payload between two dies and return the verdict."""
+    if not _are_there(pod, src, dst):
+        return "lost"
     source, target = (pod.memory(die).app.regions[NAME].offset for die in (src, dst))
-    payload, half = b"%5d to %5d " % (src, dst), NBYTES // 2
-    pod.memory(src).write(source, payload)
-    pod.memory(dst).write(target + half, bytes(len(payload)))
-    copy = Copy(Address(src, source), Address(dst, target + half), len(payload))
+    pod.memory(src).write(source, PAYLOAD)  # the same bytes for each link: another one may be on its way
+    copy = Copy(Address(src, source), Address(dst, target + len(PAYLOAD)), len(PAYLOAD))
     sending = pod.clock.spawn(backend.move([copy], "dummy payload"), name="dummy payload")
+    has_come = False
     with suppress(XDeepServeError, OSError):  # a look at both ends tells whether they are there
         await pod.clock.join(sending, pod.clock.now + timeout_ns)
+        has_come = True
     sending.cancel()
+    if not _are_there(pod, src, dst):
+        return "lost"
+    return "well" if has_come and pod.memory(dst).read(copy.dst.offset, copy.nbytes) == PAYLOAD else "blocked"
+
+
+def _are_there(pod: Pod, *dies: int) -> bool:
+    """Whether dies answer and have memory, which they give back when their TE is given up."""
     try:
-        for die in (src, dst):
+        for die in dies:
             pod.dies[die].check_alive()
     except LostDieError:
-        return "lost"
-    return "well" if pod.memory(dst).read(target + half, len(payload)) == payload else "blocked"
+        return False
+    return all(map(pod.memories.is_materialised, dies))

@@ -98,6 +98,7 @@ class PDLink:
         self.verdict: Verdict | Literal["not probed"] = "not probed"
         self._pod, self._timeout_ns = pod, timeout_ns
         self._avoided_until_ns = 0
+        self._is_looked_at = False
 
     @property
     def is_avoided(self) -> bool:
@@ -123,9 +124,16 @@ class PDLink:
         return verdict
 
     async def look(self, avoid_ns: int) -> None:
-        """Probe the link beside its traffic. It is avoided for `avoid_ns`, at least, if two payloads in a row
-        come late, which traffic alone can do to one, or if one does not come."""
-        before, verdict = self.verdict, await self.probe(self.tes[0].groups[0])
+        """Probe the link beside its traffic, unless a payload is still on its way. The link is avoided for
+        `avoid_ns`, at least, if two payloads in a row come late, which traffic alone can do to one, or if one
+        does not come."""
+        if self._is_looked_at:
+            return
+        self._is_looked_at = True
+        try:
+            before, verdict = self.verdict, await self.probe(self.tes[0].groups[0])
+        finally:
+            self._is_looked_at = False
         if verdict == "well" and self.error is not None:
             self.recover()
         elif verdict == "blocked" or verdict == before == "delayed":
