@@ -33,7 +33,7 @@ from xdeepserve.platform.fleet import Fleet
 from xdeepserve.platform.fleet_words import FleetTE, ServedRequest
 from xdeepserve.platform.step_te import StepLimits
 from xdeepserve.platform.traces import TracedRequest
-from xdeepserve.prices.step_price import priced
+from xdeepserve.prices.step_price import SAMPLING, priced
 from xdeepserve.prices.step_run import StepShare, decode_iteration, one_step
 
 MEAN_PROMPT, LONGEST, MEAN_OUTPUT = 13_000, 65_536, 2_100
@@ -159,11 +159,14 @@ def parts_ms(model: Checkpoint, deployment: Deployment, prompt: int = MEAN_PROMP
         chunk = [StepShare(before, min(most, prompt - before))]
         run = one_step(model, te, lambda group, chunk=chunk: [] if group else chunk, TimingConfig())  # type: ignore[misc]
         known = dict(parts)
+        # Only the last chunk ends with a token, which is sampled, and drafted for.
+        left_out = () if before + most >= prompt else SAMPLING
         for name, ns in run.spent_ns.items():
-            if name not in OPS:
+            if name not in (*OPS, *left_out):
                 part = next((part for part, names in PARTS.items() if name in names), "projections")
                 parts[part] += ns * (1 if name == "Experts" else groups) / 1e6
-        parts["exchanges"] += run.iteration_ns / 1e6 - sum(parts.values()) + sum(known.values())
+        taken = run.iteration_ns - groups * run.spent(*left_out)
+        parts["exchanges"] += taken / 1e6 - sum(parts.values()) + sum(known.values())
     return parts
 
 
