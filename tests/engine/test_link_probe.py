@@ -104,6 +104,19 @@ def test_payloads_behind_traffic_are_delayed_and_slow_if_the_link_is(
     assert asyncio.run(run()) == verdict
 
 
+@pytest.mark.parametrize("over", OVER)
+@pytest.mark.parametrize(("factor", "verdict"), [(None, "well"), (1e5, "slow")])
+def test_time_only_runs_find_what_others_find(
+    tiny: TinyCheckpoint, over: str, factor: float | None, verdict: str
+) -> None:
+    settings = [*PAIR[:-1], f"transfer_over={over}", "health.link_probe_s=0.001"]
+    faults = [] if factor is None else [fault("slow", 1e9, factor)]
+    with LLM(tiny, "pd", overrides=settings, faults=faults, timing_only=True, progress=False) as llm:
+        llm.generate(PROMPTS, SamplingParams(max_tokens=20, ignore_eos=True, temperature=0))
+        (link,) = llm.engine.je.links
+    assert link.verdict == verdict
+
+
 @pytest.mark.parametrize("transfer", ["request", "layer"])
 @pytest.mark.parametrize(
     "broken", [fault("flipped"), fault("down", 4_000.0)], ids=["flipped", "down for a while"]

@@ -55,7 +55,8 @@ async def _probe_one(pod: Pod, backend: Backend, src: int, dst: int, timeout_ns:
         return "lost"
     source, target = (pod.memory(die).app.regions[NAME] for die in (src, dst))
     nbytes, begun_ns = min(source.nbytes, target.nbytes) // 2, pod.clock.now
-    payload = (b"dummy payload " * nbytes)[:nbytes]  # the same for each link: others may be on their way
+    # The same for each link, since others may be on their way; zeros, since time-only kernels move no bytes.
+    payload = bytes(nbytes)
     pod.memory(src).write(source.offset, payload)
     copy = Copy(Address(src, source.offset), Address(dst, target.offset + nbytes), nbytes)
     came_ns: list[int] = []
