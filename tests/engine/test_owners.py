@@ -190,7 +190,7 @@ def pod_of_two() -> Pod:
     for die in (0, 1):
         plan = pod.plan(die)
         plan.app.alloc("data", 4096)
-        plan_link_probe(plan)
+        plan_link_probe(plan, 64)
         plan_channels(plan, channel_layout(), 1)
     pod.materialise()
     return pod

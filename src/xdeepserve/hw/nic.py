@@ -52,6 +52,13 @@ class Cards:
         fabric.trace.span(card, self.plane.name, name, start, end, {"bytes": nbytes})
         return end
 
+    def idle_ns(self, num_dies: int, nbytes: float) -> int:
+        """Return the time (ns) of a transfer between idle cards, `num_dies` of whose ends are dies."""
+        # A die reaches its server's VPC card through host memory: a DMA on the way, overlapped but for
+        # startup.
+        staging_ns = num_dies * self.fabric.spec.startup_ns("dma") if self.plane is Plane.VPC else 0
+        return self.startup_ns + staging_ns + math.ceil(nbytes * self._ns_per_byte)
+
     async def move(self, copies: Sequence[Copy], name: str, weight: float = 1.0) -> None:
         """Move pieces between two cards; a byte takes the time of `weight` bytes."""
         fabric = self.fabric
@@ -62,10 +69,8 @@ class Cards:
         if len(routes) != 1:
             raise HardwareError(f"one transfer has one route, not {sorted(routes)}")
         ((sender, receiver),) = routes
-        # A die reaches its server's VPC card through host memory: a DMA on the way, overlapped but for
-        # startup.
-        num_dies = {src.node for src, _, _ in copies} | {dst.node for _, dst, _ in copies}
-        staging = sum(fabric.topology.is_die(node) for node in num_dies) if self.plane is Plane.VPC else 0
+        nodes = {src.node for src, _, _ in copies} | {dst.node for _, dst, _ in copies}
+        num_dies = sum(map(fabric.topology.is_die, nodes))
         nbytes = sum(copy.nbytes for copy in copies)
         counted, free_ns = nbytes, 0
         if fabric.links and sender != receiver:
@@ -73,8 +78,7 @@ class Cards:
         billed = weight * counted
         sides: list[tuple[int, Side]] = [(sender, "transmit"), (receiver, "receive")]
         start = max(fabric.clock.now, free_ns, *(self._busy_until.get(side, 0) for side in sides))
-        fixed = self.startup_ns + min(staging, 2) * fabric.spec.startup_ns("dma")
-        end = start + fixed + math.ceil(billed * self._ns_per_byte)
+        end = start + self.idle_ns(min(num_dies, 2), billed)
         end += fabric.checksums.time_ns(billed, fabric.spec)
         for side in sides:
             self._busy_until[side] = end

@@ -37,8 +37,7 @@ class Place(NamedTuple):
 class Traffic:
     """Bytes moved by a batch from `place`, by distance; `latency_ns` is set if some go to another server.
 
-    Until `free_ns` a link that it goes by is blocked; bytes on a slow one count several times, and `is_slowed`
-    is set.
+    Until `free_ns` a link that it goes by is blocked; bytes on a slow one (`is_slowed`) count several times.
     """
 
     __slots__ = ("far", "free_ns", "is_slowed", "latency_ns", "local", "near", "place")

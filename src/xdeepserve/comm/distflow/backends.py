@@ -10,6 +10,7 @@ many.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -35,6 +36,17 @@ class Backend(Protocol):
         all."""
         ...
 
+    def idle_ns(self, src: int, dst: int, nbytes: int) -> int:
+        """Bound the time (ns) of a copy in one piece between dies whose link and engines are idle."""
+        ...
+
+
+def dma_ns(pod: Pod, src: int, dst: int, nbytes: float) -> int:
+    """Return the time (ns) of a copy in one piece by an idle DMA engine, between dies on the UB plane."""
+    spec, is_near = pod.spec_of(dst), pod.topology.server_of(src) == pod.topology.server_of(dst)
+    link_ns = spec.link_ns(0, nbytes, 0) if is_near else spec.far_latency_ns() + spec.link_ns(0, 0, nbytes)
+    return spec.startup_ns("dma") + spec.pieces_ns(1, 1) + math.ceil(link_ns)
+
 
 class UbBackend:
     """Memory copy on the UB plane, where dies and hosts share one address space.
@@ -59,6 +71,9 @@ class UbBackend:
         await self.pod.clock.gather(
             *[self._engine(n).copy(batch, name, self.weight) for n, batch in batches.items()]
         )
+
+    def idle_ns(self, src: int, dst: int, nbytes: int) -> int:
+        return dma_ns(self.pod, src, dst, self.weight * nbytes)
 
     def _engine(self, node: int) -> DMA:
         if node in self.pod.dies:
@@ -89,6 +104,9 @@ class _CardBackend:
         await self.pod.clock.gather(
             *[self.cards.move(batch, name, self.weight) for batch in batches.values()]
         )
+
+    def idle_ns(self, src: int, dst: int, nbytes: int) -> int:
+        return self.cards.idle_ns(2, self.weight * nbytes)
 
 
 class RoceBackend(_CardBackend):

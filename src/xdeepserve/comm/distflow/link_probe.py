@@ -2,16 +2,21 @@
 
     well       they come as soon as they should
     delayed    they come later, in time: something queues, or hangs for a while
+    slow       each takes several times as long as on an idle link: the link is at fault
     blocked    they come too late, or not at all: the link is at fault
     lost       a die at the other end does not answer: its TE is at fault, which is then known
 
-A dummy payload goes the way of KV, by the backend of its link, from and to a region of each die that is for
-nothing else; so it needs no KV block, and says nothing of whether decode has any.
+Two payloads are sent at once. The first waits behind the link's traffic; the second waits for the first
+alone, so the time between their arrivals is what a payload takes by itself.
+
+A dummy payload has the size of a KV block and goes the way of KV, by the backend of its link, from and to a
+region of each die that is for nothing else; so it needs no KV block, and says nothing of whether decode has
+any.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Literal, TypeAlias
 
@@ -21,45 +26,57 @@ from xdeepserve.hw.engines import Copy
 from xdeepserve.hw.memory import Address, MemoryPlan
 from xdeepserve.hw.pod import Pod
 
-Verdict: TypeAlias = Literal["well", "delayed", "blocked", "lost"]
-NAME, PAYLOAD = "link.probe", bytes(range(32))  # its region has a second half, where payloads come
-DELAYED_NS = 100_000  # what a payload takes on an idle link is far below, on any plane
+Verdict: TypeAlias = Literal["well", "delayed", "slow", "blocked", "lost"]
+NAME = "link.probe"  # a region, of which the second half is where payloads come
+DELAYED_NS = 100_000  # behind other traffic
+SLOW = 4  # times what a payload takes on an idle link; checksums and other kernels cost less
 
 
-def plan_link_probe(plan: MemoryPlan) -> None:
-    """Reserve a die's region for dummy payloads. Raises OutOfMemoryError if there is no room."""
-    plan.app.alloc(NAME, 2 * len(PAYLOAD))
+def plan_link_probe(plan: MemoryPlan, nbytes: int) -> None:
+    """Reserve a die's region for dummy payloads of `nbytes`. Raises OutOfMemoryError if there is no room."""
+    plan.app.alloc(NAME, 2 * nbytes)
 
 
-async def probe(pod: Pod, backend: Backend, pairs: Sequence[tuple[int, int]], timeout_ns: int) -> Verdict:
-    """Send a payload from each first to each second die, one after the other, until one does not arrive
+async def probe(pod: Pod, backend: Backend, pairs: Iterable[tuple[int, int]], timeout_ns: int) -> Verdict:
+    """Send payloads from each first to each second die, one pair after the other, until some do not arrive
     within `timeout_ns`. For callers that are processes of the pod."""
-    is_delayed = False
+    worst: Verdict = "well"
     for src, dst in pairs:
-        begun_ns = pod.clock.now
         found = await _probe_one(pod, backend, src, dst, timeout_ns)
-        if found != "well":
+        if found in ("blocked", "lost"):
             return found
-        is_delayed |= pod.clock.now - begun_ns > DELAYED_NS
-    return "delayed" if is_delayed else "well"
+        worst = max(worst, found, key=("well", "delayed", "slow").index)
+    return worst
 
 
 async def _probe_one(pod: Pod, backend: Backend, src: int, dst: int, timeout_ns: int) -> Verdict:
-    """Send a payload between two dies and return the verdict."""
+    """Send two payloads between two dies and return the verdict."""
     if not _are_there(pod, src, dst):
         return "lost"
-    source, target = (pod.memory(die).app.regions[NAME].offset for die in (src, dst))
-    pod.memory(src).write(source, PAYLOAD)  # the same bytes for each link: another one may be on its way
-    copy = Copy(Address(src, source), Address(dst, target + len(PAYLOAD)), len(PAYLOAD))
-    sending = pod.clock.spawn(backend.move([copy], "dummy payload"), name="dummy payload")
-    has_come = False
+    source, target = (pod.memory(die).app.regions[NAME] for die in (src, dst))
+    nbytes, begun_ns = min(source.nbytes, target.nbytes) // 2, pod.clock.now
+    # The same for each link, since others may be on their way; zeros, since time-only kernels move no bytes.
+    payload = bytes(nbytes)
+    pod.memory(src).write(source.offset, payload)
+    copy = Copy(Address(src, source.offset), Address(dst, target.offset + nbytes), nbytes)
+    came_ns: list[int] = []
+
+    async def send() -> None:
+        await backend.move([copy], "dummy payload")
+        came_ns.append(pod.clock.now)
+
+    sending = pod.clock.spawn(pod.clock.gather(send(), send()), name="dummy payloads")
     with suppress(XDeepServeError, OSError):  # a look at both ends tells whether they are there
-        await pod.clock.join(sending, pod.clock.now + timeout_ns)
-        has_come = True
+        await pod.clock.join(sending, begun_ns + timeout_ns)
     sending.cancel()
     if not _are_there(pod, src, dst):
         return "lost"
-    return "well" if has_come and pod.memory(dst).read(copy.dst.offset, copy.nbytes) == PAYLOAD else "blocked"
+    if len(came_ns) < 2 or pod.memory(dst).read(copy.dst.offset, nbytes) != payload:
+        return "blocked"
+    first_ns, alone_ns = came_ns[0] - begun_ns, came_ns[1] - came_ns[0]
+    if alone_ns > SLOW * backend.idle_ns(src, dst, nbytes):
+        return "slow"
+    return "delayed" if first_ns - alone_ns > DELAYED_NS else "well"
 
 
 def _are_there(pod: Pod, *dies: int) -> bool:

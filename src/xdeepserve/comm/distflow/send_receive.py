@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
+from xdeepserve.comm.distflow.backends import dma_ns
 from xdeepserve.comm.distflow.channels import RECEIVER, SENDER, Channel, Channels
 from xdeepserve.comm.p2p.layout import MAX_MESSAGE
 from xdeepserve.errors import GlitchError
@@ -43,6 +44,10 @@ class SendReceiveBackend:
         for copy in copies:
             routes.setdefault((copy.src.node, copy.dst.node), []).append(copy)
         await self._pod.clock.gather(*[self._send_all(batch) for batch in routes.values()])
+
+    def idle_ns(self, src: int, dst: int, nbytes: int) -> int:
+        """Return the time (ns) that DMA would take, whose startup is longer than that of two kernels."""
+        return dma_ns(self._pod, src, dst, self.channels.layout.weight * nbytes)
 
     async def _send_all(self, copies: Sequence[Copy]) -> None:
         """Send all copies between two dies, message by message."""

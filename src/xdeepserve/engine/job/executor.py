@@ -521,7 +521,7 @@ class JobExecutor:
         both begins anew, or one that is to come; else the request ends."""
         seq_id = seq.seq_id
         for link in [link for link in self.links if link.tes[0] is prefill]:
-            if link in self.links and await link.probe(group) in ("well", "delayed"):
+            if link in self.links and await link.probe(group) in ("well", "delayed", "slow"):
                 self.links.try_again(link, seq_id)
         if seq.is_finished:
             group.handover.release(seq_id)

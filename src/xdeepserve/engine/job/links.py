@@ -17,6 +17,7 @@ and a link on which they come late counts as failed, too.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Literal
 
 from xdeepserve.comm.distflow import Backend, DistFlow, Endpoint, backend_between
@@ -98,7 +99,7 @@ class PDLink:
         self.verdict: Verdict | Literal["not probed"] = "not probed"
         self._pod, self._timeout_ns = pod, timeout_ns
         self._avoided_until_ns = 0
-        self._is_looked_at = False
+        self._sent_ns: int | None = None  # when the dummy payloads under way were sent
 
     @property
     def is_avoided(self) -> bool:
@@ -119,24 +120,33 @@ class PDLink:
         """Send dummy payloads from a DP group to all dies at the other end, and return the verdict. For
         callers that are processes of the pod."""
         nodes = [die.index for group in self.tes[1].groups for die in group.dies]
-        pairs = [(die.index, node) for die in source.dies for node in nodes]
-        self.verdict = verdict = await probe(self._pod, self.flow.backend, pairs, self._timeout_ns)
+
+        def pairs() -> Iterator[tuple[int, int]]:
+            for pair in product([die.index for die in source.dies], nodes):
+                self._sent_ns = self._clock.now
+                yield pair
+
+        try:
+            verdict = await probe(self._pod, self.flow.backend, pairs(), self._timeout_ns)
+        finally:
+            self._sent_ns = None
+        self.verdict = verdict
         return verdict
 
     async def look(self, avoid_ns: int) -> None:
         """Probe the link beside its traffic, unless a payload is still on its way. The link is avoided for
-        `avoid_ns`, at least, if two payloads in a row come late, which traffic alone can do to one, or if one
-        does not come."""
-        if self._is_looked_at:
+        `avoid_ns`, at least, if two looks in a row find payloads late, which traffic alone can do to one, if
+        one is on its way for so long, or if one does not come."""
+        before = self.verdict
+        if self._sent_ns is None:
+            verdict = await self.probe(self.tes[0].groups[0])
+        elif self._clock.now - self._sent_ns < avoid_ns:
             return
-        self._is_looked_at = True
-        try:
-            before, verdict = self.verdict, await self.probe(self.tes[0].groups[0])
-        finally:
-            self._is_looked_at = False
+        else:
+            before = self.verdict = verdict = "delayed"
         if verdict == "well" and self.error is not None:
             self.recover()
-        elif verdict == "blocked" or verdict == before == "delayed":
+        elif verdict == "blocked" or {before, verdict} <= {"delayed", "slow"}:
             names = " to ".join(te.sizes.place.name for te in self.tes)
             self.fail(TransferError(f"a dummy payload from {names} was {verdict}"))
             self._avoided_until_ns = max(self._avoided_until_ns, self._clock.now + avoid_ns)
