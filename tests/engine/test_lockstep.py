@@ -131,9 +131,11 @@ def test_dies_without_rows_take_part(num_prompts: int) -> None:
 
 
 def test_prompts_in_chunks_and_preempted() -> None:
-    """Many more sequences than there are blocks for: dies with long chunks beside dies that decode."""
+    """Many more sequences than there are blocks for: dies with long chunks beside dies that decode. Each group
+    gets its sequences on arrival: which one is free first is a matter of times, and not the same as tasks."""
     prompts = [[5 + i, *range(10, 10 + 3 * i)] for i in range(16)]
     tight = ("cache.num_blocks=4", "scheduler.max_num_seqs=3", "scheduler.max_num_batched_tokens=9")
+    tight = (*tight, "scheduler.dispatch=two-level")
     check_colocated("int8", "dies=3", "mtp=1", *tight, prompts=prompts)
     check_colocated("int8", "dies=3", "execution.overlap=true", "threads=2", *tight, prompts=prompts)
 

@@ -87,7 +87,7 @@ def test_a_plan_has_the_bits_of_one_die(tiny: PodProfile, layout: PodLayout) -> 
 
 def test_a_superpod_at_50_ms_is_nearly_what_the_paper_runs(r1: PodProfile) -> None:
     """Other bounds have other answers. xDeepServe 7.1: three domains of 160 attention dies, 256 and 32 expert
-    dies, two microbatches. Ours needs no more than 24 of the shared expert, which are idle most of the time."""
+    dies, two microbatches. Ours needs 24 of the shared expert, which are idle most of the time."""
     found = plans(r1, PodSpace(768, 50e6))
     best = found[0]
     (paper,) = [plan for plan in found if plan.layout.title() == "moe-attention 3 x 160 + 256 + 32, m = 2"]

@@ -40,7 +40,7 @@ class Pool(Protocol):
     def use(self, blocks: tuple[int, ...], known: int) -> None: ...
 
 
-class Sent(NamedTuple):
+class SentRequest(NamedTuple):
     """A request on its way, by its number; or what is left of one that has moved."""
 
     number: int
@@ -80,14 +80,14 @@ class Fleet:
         self._lost: set[int] = set()
         self.moving: set[int] = set()  # that others go on for
         self._whole: dict[int, TracedRequest] = {}  # by number, of those that have moved
-        self._events: list[tuple[float, int, int, Sent | Callable[[], None] | None]] = []
+        self._events: list[tuple[float, int, int, SentRequest | Callable[[], None] | None]] = []
         self._num_looks = 0  # of these events, those that bring nothing by themselves
         self._order = 0
         self._valid: list[int] = []  # the order of the event that ends what is under way, of each stepper
         self.served: list[ServedRequest] = []
         self._first: dict[int, tuple[float, int, int]] = {}  # by number: first token, cached, TE
-        self._homeless: list[Sent] = []  # for whom there is no TE
-        self._undecoded: list[Sent] = []  # whose KV has nowhere to go
+        self._homeless: list[SentRequest] = []  # for whom there is no TE
+        self._undecoded: list[SentRequest] = []  # whose KV has nowhere to go
         self._num_left = 0  # requests that have not ended
         self._idle: dict[int, None] = {}  # steppers that have got something, and are to begin
         self.on_end: Callable[[ServedRequest], None] = lambda each: None
@@ -189,7 +189,9 @@ class Fleet:
 
     def is_empty(self, te: int) -> bool:
         """Whether a TE has no requests, and none is on its way to it."""
-        coming = any(isinstance(what, Sent) and self._owners[at] == te for _, _, at, what in self._events)
+        coming = any(
+            isinstance(what, SentRequest) and self._owners[at] == te for _, _, at, what in self._events
+        )
         has_any = coming or any(stepper.num_tasks for stepper in self.steppers_of(te))
         return self.is_lost(te) or not has_any
 
@@ -279,16 +281,16 @@ class Fleet:
 
     def _arrive(self, number: int, request: TracedRequest) -> None:
         if not self._takes.any():
-            self._homeless.append(Sent(number, request))
+            self._homeless.append(SentRequest(number, request))
             return
         pooled = 0 if self.pool is None else self.pool.match(request.blocks)
-        self._come(self._fronts[self._choose(number, request, pooled)], Sent(number, request))
+        self._come(self._fronts[self._choose(number, request, pooled)], SentRequest(number, request))
 
     def _fetched(self, index: int, came: Callable[[], None]) -> None:
         if self._owners[index] not in self._lost:  # else it has begun again elsewhere
             self._between(index, came)
 
-    def _come(self, index: int, sent: Sent) -> None:
+    def _come(self, index: int, sent: SentRequest) -> None:
         stepper, te = self.steppers[index], self._owners[index]
         if self.tes[te].role == "decode":
             stepper.coming -= stepper.need_of(sent.request)
@@ -326,7 +328,7 @@ class Fleet:
         if ends is not None:
             self._schedule(index, ends)
 
-    def _schedule(self, index: int, at: float, task: Sent | None = None) -> None:
+    def _schedule(self, index: int, at: float, task: SentRequest | None = None) -> None:
         heapq.heappush(self._events, (at, self._order, index, task))
         if task is None:
             self._valid[index] = self._order
@@ -334,7 +336,7 @@ class Fleet:
 
     def _next_event(self) -> None:
         at, order, index, what = heapq.heappop(self._events)
-        if isinstance(what, Sent):
+        if isinstance(what, SentRequest):
             self.now = at
             self._come(index, what)
             return
@@ -368,14 +370,14 @@ class Fleet:
         if self.tes[te].apart is None:
             decoders = [each for each in self.serving if self.tes[each].role == "decode"]
             if not decoders:
-                self._undecoded.append(Sent(number, request))
+                self._undecoded.append(SentRequest(number, request))
                 return
             index = min(
                 map(self._fronts.__getitem__, decoders), key=lambda at: (self.steppers[at].kv_load, at)
             )
             self.steppers[index].coming += self.steppers[index].need_of(request)
         later = self.now + self.tes[te].transfer_ns * request.input_length
-        self._schedule(index, later, Sent(number, request))
+        self._schedule(index, later, SentRequest(number, request))
 
     def _end(self, index: int, number: int, request: TracedRequest) -> None:
         first_ns, cached, first_te = self._first.pop(number)

@@ -82,7 +82,7 @@ def opening(seq: Sequence, kv_block: int) -> Name:
     return seq.token_ids.name(0, kv_block)
 
 
-class Load(NamedTuple):
+class StepLoad(NamedTuple):
     """Load of a DP group in a step, and its growth from step to step.
 
     Units are those of `StepCounts`; `chunk` is the share that computes a part of a prompt, and leaves some.
@@ -109,7 +109,7 @@ class StepGroup(GroupBooks):
         self.openings = rtc.index.root.children  # by name: first blocks of prompts that are cached
         self._accepted, self._drafts = tokens_each - 1, [0] * steps.mtp
         self.step: PlannedStep | None = None
-        self.load, self.horizon, self.done = Load(), 0, 0
+        self.load, self.horizon, self.done = StepLoad(), 0, 0
         self._moved, self._evicts = (
             0,
             False,
@@ -126,7 +126,7 @@ class StepGroup(GroupBooks):
         step = scheduler.schedule()
         self.done, self._moved, self.step = 0, 0, step if step.shares else None
         if self.step is None:
-            self.load, self.horizon = Load(), 0
+            self.load, self.horizon = StepLoad(), 0
             return False
         is_whole = len(step.shares) == len(self.places.running)
         are_alike = is_whole and preempted == scheduler.preemption.count and not step.copies
@@ -143,7 +143,7 @@ class StepGroup(GroupBooks):
             for seq in step.receives:
                 self.scheduler.finish_transfer(self.places.ticket_of(seq.seq_id))
 
-    def _load_of(self, step: PlannedStep) -> Load:
+    def _load_of(self, step: PlannedStep) -> StepLoad:
         rows, logits, context, kv_tokens, more_context, more_kv_tokens = 0, 0, 0.0, 0.0, 0.0, 0.0
         prefills, chunk = False, None
         for share in step.shares:
@@ -158,7 +158,7 @@ class StepGroup(GroupBooks):
             kv_tokens += start + num
             more_context += num * grows
             more_kv_tokens += grows
-        return Load(rows, logits, context, kv_tokens, more_context, more_kv_tokens, prefills, chunk)
+        return StepLoad(rows, logits, context, kv_tokens, more_context, more_kv_tokens, prefills, chunk)
 
     def _num_alike(self, step: PlannedStep) -> int:
         """Count the steps, from a planned one on, that are like it."""
@@ -225,8 +225,8 @@ class StepGroup(GroupBooks):
         return msgspec.structs.replace(share, start=seq.num_computed)
 
     def show(self) -> None:
-        """Let other sequences find what steps that have ended have computed of a prompt, and not find what
-        they have evicted."""
+        """Publish the blocks of prompts that ended steps have computed, and withdraw those
+        that have been evicted."""
         if self.step is not None and self.done and (self.load.chunk is not None or self._evicts):
             self._move_books()
 
@@ -249,7 +249,7 @@ class StepGroup(GroupBooks):
         assert step is not None
         self._move_books()
         results = [self._result(share) for share in step.shares]
-        self.step, self.load, self.horizon, self.done, self._status = None, Load(), 0, 0, None
+        self.step, self.load, self.horizon, self.done, self._status = None, StepLoad(), 0, 0, None
         self.scheduler.finish_step(step, results)
         for seq in [*self.places.sending]:  # whose KV the fleet sends
             self.handover.release(seq.seq_id)

@@ -176,7 +176,7 @@ class StepTE:
 
     @property
     def num_tasks(self) -> int:
-        """Requests at the TE."""
+        """Requests at the TE, by number."""
         return len(self._tasks)
 
     @property

@@ -50,7 +50,7 @@ class TracedTokens(list[int]):
         return self
 
     def grow(self, count: int) -> None:
-        """Append `count` generated tokens."""
+        """Append `count` generated tokens to the sequence."""
         self._length += count
 
 

@@ -43,7 +43,7 @@ class Host(NamedTuple):
         return [base + round(1e9 * delay) for delay in self.jitter(step)]
 
     def mean_ns(self) -> float:
-        """Return what a host without jitter adds to a step on average, where nothing overlaps, in ns."""
+        """Return the mean time [ns] that a host without jitter adds to a step where nothing overlaps."""
         launch = 0 if self.config.mode == "op" else self.spec.dispatch_ns("graph")
         return self.gap_ns() + launch + 1e9 * self.spec.gc_pause.value / GC_PERIOD
 
