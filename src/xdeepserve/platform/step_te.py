@@ -176,7 +176,7 @@ class StepTE:
 
     @property
     def num_tasks(self) -> int:
-        """Requests at the TE, by number."""
+        """Number of requests at the TE."""
         return len(self._tasks)
 
     @property
