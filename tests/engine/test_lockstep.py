@@ -133,7 +133,7 @@ def test_dies_without_rows_take_part(num_prompts: int) -> None:
 def test_prompts_in_chunks_and_preempted() -> None:
     """Many more sequences than there are blocks for: dies with long chunks beside dies that decode.
 
-    Each group gets its sequences on arrival: which one is free first depends on times, which tasks have others.
+    Each group gets its sequences on arrival: which one is free first depends on times, and tasks have others.
     """
     prompts = [[5 + i, *range(10, 10 + 3 * i)] for i in range(16)]
     tight = ("cache.num_blocks=4", "scheduler.max_num_seqs=3", "scheduler.max_num_batched_tokens=9")
