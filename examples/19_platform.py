@@ -67,7 +67,7 @@ def prices(tes: Sequence[FleetTE]) -> None:
         own, feed = price.own(rows), price.feed(rows * price.num_groups)
         what = "row: " if rows == 1 else "rows:"
         print(f"  {rows:5} {what} {own / 1e3:8.1f} of each group, {feed / 1e3:7.1f} for experts", end="")
-        print(f", {price.per_context * rows * 600 / 1e3:8.1f} to attend to 600 positions each")
+        print(f", {price.attention(rows, rows * 600, 600) / 1e3:8.1f} to attend to 600 positions each")
 
 
 def decisions(tes: Sequence[FleetTE], trace: Sequence[TracedRequest]) -> None:

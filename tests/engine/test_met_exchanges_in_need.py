@@ -71,6 +71,7 @@ def test_sequences_that_give_way(settings: tuple[str, ...]) -> None:
     """Many more of them than there are blocks for, in chunks."""
     prompts = [[5 + i, *range(10, 10 + 3 * i)] for i in range(16)]
     tight = ("cache.num_blocks=4", "scheduler.max_num_seqs=3", "scheduler.max_num_batched_tokens=9")
+    tight = (*tight, "scheduler.dispatch=two-level")  # which group is free first depends on times
     check_colocated("int8", "dies=4", *settings, *tight, prompts=prompts)
 
 

@@ -35,8 +35,10 @@ class GroupBooks:
         """Report load and free room of this group to the leader that balances the DP groups."""
         rtc, reserved = self.rtc, self.places.reserved
         seqs = list(self.places.sequences())
-        missing = [len(seq.token_ids) - seq.num_computed for seq in seqs]
-        prefills = [(n, seq.num_computed) for n, seq in zip(missing, seqs, strict=True) if n > 1]
+        # What the step under way computes is not queued: each group has its own end of a step.
+        progress = [self.scheduler.progress(seq) for seq in seqs]
+        missing = [(each.num_tokens - each.num_computed, each.num_computed) for each in progress]
+        prefills = [(n, cached) for n, cached in missing if n > 1]
         needed = sum(
             rtc.blocks_for(min(seq.num_prompt + seq.max_tokens, self.steps.max_model_len))
             for seq in [*seqs, *reserved]
@@ -46,7 +48,7 @@ class GroupBooks:
         promised = [rtc.blocks_for(len(seq.token_ids)) - len(seq.holding.slots) for seq in seqs]
         return GroupStatus(
             rank=self.rank,
-            num_free_places=self.num_free_places,
+            num_free_places=self.num_free_places + len(self.scheduler.leaving()),
             num_sequences=len(seqs) + len(reserved),
             num_blocks=rtc.num_blocks,
             num_used_blocks=rtc.num_blocks - rtc.num_available,

@@ -132,7 +132,7 @@ class Scheduler:
         index, num_preemptions = 0, preemption.count
         while index < len(places.running):
             seq = places.running[index]
-            progress = self._progress(seq)
+            progress = self.progress(seq)
             if self._sits_out(seq, progress):
                 index += 1
                 continue
@@ -174,7 +174,7 @@ class Scheduler:
                 if ticket is not None:
                     places.move(seq, "load", ticket)
                     continue
-            share = share_of(seq, self._progress(seq), self.steps, rows_left, logits_left)
+            share = share_of(seq, self.progress(seq), self.steps, rows_left, logits_left)
             if share is None or not self._take_blocks(seq, share, step):
                 preemption.give_up(seq)
                 if share is not None and preemption.is_stuck and preemption.take_from_a_fork():
@@ -191,13 +191,22 @@ class Scheduler:
         tell."""
         left = self.steps.max_tokens
         for seq in [*self.places.running, *self.places.waiting][: self.steps.max_seqs]:
-            progress = self._progress(seq)
+            progress = self.progress(seq)
             num_rows = min(left, progress.num_tokens + progress.num_drafts - progress.num_computed)
             if num_rows > 0 and not self._sits_out(seq, progress):
                 yield progress.num_computed, num_rows
                 left -= num_rows
 
-    def _progress(self, seq: Sequence) -> SeqProgress:
+    def leaving(self) -> list[Sequence]:
+        """List the running sequences for which the step under way is surely the last here."""
+        return [seq for seq in self.places.running if self._is_over(seq, self.progress(seq))]
+
+    def _is_over(self, seq: Sequence, progress: SeqProgress) -> bool:
+        is_last = progress.num_tokens - seq.num_prompt >= seq.max_tokens or self.steps.role == "prefill"
+        return progress.carried is not None and is_last
+
+    def progress(self, seq: Sequence) -> SeqProgress:
+        """Return how far a sequence will be when the step under way ends, as far as counts tell."""
         return SeqProgress.of(seq, self._shares.get(seq.seq_id), self._ahead, self.steps.mtp)
 
     def _sits_out(self, seq: Sequence, progress: SeqProgress) -> bool:
@@ -208,8 +217,7 @@ class Scheduler:
             return False
         if seq.steering is not None and seq.steering.looks_back:
             return True
-        is_over = progress.num_tokens - seq.num_prompt >= seq.max_tokens or self.steps.role == "prefill"
-        return is_over or progress.num_tokens + progress.slack > self.steps.max_model_len
+        return self._is_over(seq, progress) or progress.num_tokens + progress.slack > self.steps.max_model_len
 
     def _take_blocks(self, seq: Sequence, share: Scheduled, step: PlannedStep) -> bool:
         """Make blocks exist and be writable for all positions that a share may have."""

@@ -214,7 +214,8 @@ class Masters:
         group.poll_transfers()
         while not steps.is_full:
             must_run = bool(steps.again) or steps.next < self._num_begun
-            if shell.deal():
+            # Who begins a step of all groups deals out for all: then none has work for a later step already.
+            if not (self._meets and must_run) and shell.deal():
                 self._ask(steps.next, must_run)
             shell.on_turn()
             if self._is_held and not must_run:
