@@ -132,7 +132,7 @@ def test_routes_by_cost_find_more_cached_prefixes() -> None:
     rows = values(engine.routes())
     for way in ("cost", "cost/4_job_executors"):
         assert rows[f"route/{way}/cached"] > 1.1 * rows["route/sequences/cached"] > 0
-    assert rows["route/gain/mean_ttft"] > 1.1
+    assert rows["route/gain/mean_ttft"] > 1
 
 
 def test_uneven_and_few_prompts_are_prefilled_sooner_by_all_dies_of_a_group() -> None:

@@ -216,6 +216,17 @@ class DPGroup(GroupBooks):
         """Stop polling the completion queues of closed links."""
         self.endpoints = [endpoint for endpoint in self.endpoints if not endpoint.is_stopped]
 
+    def missing(self, seq: Seq) -> tuple[int, int]:
+        """Return how many tokens will not have been computed when the step under way ends, and how many
+        will."""
+        progress = self.scheduler.progress(seq)
+        return progress.num_tokens - progress.num_computed, progress.num_computed
+
+    @property
+    def num_leaving(self) -> int:
+        """Number of sequences whose places will be free when the step under way has ended."""
+        return len(self.scheduler.leaving())
+
     @property
     def planned(self) -> list[int]:
         """Numbers of the steps that are planned and have not ended."""

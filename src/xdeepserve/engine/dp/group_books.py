@@ -35,10 +35,7 @@ class GroupBooks:
         """Report load and free room of this group to the leader that balances the DP groups."""
         rtc, reserved = self.rtc, self.places.reserved
         seqs = list(self.places.sequences())
-        # What the step under way computes is not queued: each group has its own end of a step.
-        progress = [self.scheduler.progress(seq) for seq in seqs]
-        missing = [(each.num_tokens - each.num_computed, each.num_computed) for each in progress]
-        prefills = [(n, cached) for n, cached in missing if n > 1]
+        prefills = [(n, cached) for n, cached in map(self.missing, seqs) if n > 1]
         needed = sum(
             rtc.blocks_for(min(seq.num_prompt + seq.max_tokens, self.steps.max_model_len))
             for seq in [*seqs, *reserved]
@@ -48,7 +45,7 @@ class GroupBooks:
         promised = [rtc.blocks_for(len(seq.token_ids)) - len(seq.holding.slots) for seq in seqs]
         return GroupStatus(
             rank=self.rank,
-            num_free_places=self.num_free_places + len(self.scheduler.leaving()),
+            num_free_places=self.num_free_places + self.num_leaving,
             num_sequences=len(seqs) + len(reserved),
             num_blocks=rtc.num_blocks,
             num_used_blocks=rtc.num_blocks - rtc.num_available,
@@ -58,6 +55,15 @@ class GroupBooks:
             queued_tokens=sum(n for n, _ in prefills),
             has_long=any(n >= LONG_PROMPT for n, _ in prefills),
         )
+
+    def missing(self, seq: Sequence) -> tuple[int, int]:
+        """Return how many tokens of a sequence have not been computed, and how many have."""
+        return len(seq.token_ids) - seq.num_computed, seq.num_computed
+
+    @property
+    def num_leaving(self) -> int:
+        """Number of sequences whose places will be free when the step under way has ended."""
+        return 0
 
     def num_reusable(self, seq: Sequence) -> int:
         """Return how many tokens of a sequence this group need not compute."""
