@@ -131,8 +131,9 @@ def test_a_second_token_comes_between_the_first_and_the_last() -> None:
 def test_routes_by_cost_find_more_cached_prefixes() -> None:
     rows = values(engine.routes())
     for way in ("cost", "cost/4_job_executors"):
-        assert rows[f"route/{way}/cached"] > 1.1 * rows["route/sequences/cached"] > 0
-    assert rows["route/gain/mean_ttft"] > 1
+        assert rows[f"route/{way}/cached"] > 1.25 * rows["route/sequences/cached"] > 0
+    assert rows["route/gain/mean_ttft"] > 1.05
+    assert rows["route/gain/mean_ttft/worst_seed"] > 1
 
 
 def test_uneven_and_few_prompts_are_prefilled_sooner_by_all_dies_of_a_group() -> None:
