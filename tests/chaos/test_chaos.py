@@ -183,9 +183,9 @@ OTHERS_GO_ON = {  # a TE is lost, and nobody may miss it
         )
         for what, fault in (
             ("a client that nobody else waits for was lost", Fault(2064.194, 0, "lost")),
-            ("the only server with some experts was lost", Fault(2064.194, 6, "lost")),
+            ("the only server with some experts was lost", Fault(2030.0, 6, "lost")),
             ("a client reported an error once", Fault(2064.194, 0, "glitch", code="unspecified")),
-            ("a link failed", Fault(2064.194, link=(0, 6), plane="ub", kind="down")),
+            ("a link failed", Fault(2030.0, link=(0, 6), plane="ub", kind="down")),
         )
     },
 }
@@ -282,8 +282,7 @@ def test_a_client_that_is_lost_during_a_copy_is_missed_by_nobody(judge: Judge) -
 @pytest.mark.parametrize("bug", OTHERS_GO_ON)
 def test_a_te_that_is_lost_is_missed_by_nobody(judge: Judge, bug: str) -> None:
     finding = judge.judge(OTHERS_GO_ON[bug], twice=True)
-    assert finding.verdict == "equal", finding
-    assert finding.lost, finding
+    assert (finding.verdict, len(finding.lost)) == ("equal", 1), finding
 
 
 def test_a_pod_without_faults_serves_all(judge: Judge) -> None:
