@@ -29,7 +29,7 @@ def shallow(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_at_the_papers_size() -> None:
     rows = {row.name: row for row in eaas_full_size.rows()}
     assert 1.7 < rows["eaas/r1/scaling=32_to_64"].value < 2.2
-    assert rows["eaas.save"].value > 34  # of 64 GPUs; the paper: 37.5
+    assert rows["eaas.save"].value > 34  # %: 42 of 64 GPUs with five layers, 36 with all; the paper: 40
     assert rows["eaas.fail"].value < 2
     hidden, waited = (rows[f"eaas/r1/balance/skew=0.6/microbatches={m}"].value for m in (2, 1))
     assert waited > 2 * hidden  # a second microbatch has the time that the hottest server takes

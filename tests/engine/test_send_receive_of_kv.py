@@ -111,6 +111,18 @@ def corrupt(link: PDLink, part: str, lie: dict[str, int]) -> list[int]:
     return hit
 
 
+def errors_of_transfers(llm: LLM) -> list[BaseException]:
+    """Return a list to which the error of each transfer that fails from now on is added."""
+    errors: list[BaseException] = []
+
+    def see(event: Event | StepEnded) -> None:
+        if isinstance(event, TransferEnded) and event.completion.error is not None:
+            errors.append(event.completion.error)
+
+    llm.engine.observe(see)
+    return errors
+
+
 @pytest.mark.thin(3)
 @pytest.mark.parametrize("transfer", WAYS)
 @pytest.mark.parametrize("part", ["tails", "acks"])
@@ -127,13 +139,7 @@ def test_a_field_that_lies_is_a_named_error_of_its_request_alone(
     if precision == "fp32":
         pytest.skip("the fields are the same")
     with LLM(tiny, "pd", precision, overrides=[*ONE_EACH, OVER, f"transfer={transfer}"]) as llm:
-        ended: list[Any] = []
-
-        def see(event: Event | StepEnded) -> None:
-            if isinstance(event, TransferEnded) and event.completion.error is not None:
-                ended.append(event.completion.error)
-
-        llm.engine.observe(see)
+        ended = errors_of_transfers(llm)
         (link,) = llm.engine.je.links
         hit = corrupt(link, part, LIES[lie])
 
@@ -173,13 +179,7 @@ def test_blocks_are_not_taken_from_another_place_than_was_agreed(tiny: TinyCheck
     """Zero copy: a field whose offset is not that of the handshake is an error, and nothing is read."""
     with LLM(tiny, "pd", overrides=[*ONE_EACH, BOTH[1], f"transfer={transfer}"]) as llm:
         wanted = digest(llm.generate(PROMPTS, PARAMS, keep_logits=True))
-        ended: list[Any] = []
-
-        def see(event: Event | StepEnded) -> None:
-            if isinstance(event, TransferEnded) and event.completion.error is not None:
-                ended.append(event.completion.error)
-
-        llm.engine.observe(see)
+        ended = errors_of_transfers(llm)
         (link,) = llm.engine.je.links
         hit = corrupt(link, "tails", {"pointer": 0})
         with suppress(TransferError):  # there is no other decode TE

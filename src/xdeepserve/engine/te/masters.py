@@ -216,7 +216,7 @@ class Masters:
             must_run = bool(steps.again) or steps.next < self._num_begun
             # Who begins a step of all groups deals out for all: then none has work for a later step already.
             if not (self._meets and must_run) and shell.deal():
-                self._ask(steps.next, must_run)
+                self._ask(steps.next)
             shell.on_turn()
             if self._is_held and not must_run:
                 break
@@ -229,7 +229,7 @@ class Masters:
         self._parts.after_turn(steps)
         return bool(steps)
 
-    def _ask(self, step: StepNo, must_run: bool) -> None:
+    def _ask(self, step: StepNo) -> None:
         """Ask for an all-gather of the groups' statuses, since requests wait for one.
 
         Groups that step together have one before each step, and begin the step when the requests are dealt
@@ -237,7 +237,7 @@ class Masters:
         """
         if not self._meets:
             self._shell.ask()
-        elif not must_run and step > self._gathered_for:
+        elif step > self._gathered_for:
             self._gathered_for, self._is_held = step, True
             self._shell.ask()
 
@@ -251,8 +251,8 @@ class Masters:
         if is_new:
             self._num_begun = StepNo(step + 1)
             ring(self._members.programs, self._num_begun)
-            oldest = min(each.oldest for each in self.sets)
-            self._num_parts = {n: parts for n, parts in self._num_parts.items() if n >= oldest}
+            # A group is at most two steps behind the first, since dies of all groups meet in each.
+            self._num_parts = {n: parts for n, parts in self._num_parts.items() if n > step - 4}
             self._num_parts[step] = self._parts.num_parts(step)
         if self._parts.host is not None and self._launches_ns is not None:
             delay_ns = self._parts.host.gap_ns() + self._launches_ns(step)[rank]
