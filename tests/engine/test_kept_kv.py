@@ -8,7 +8,7 @@ import pytest
 
 from tests.tools import one_die
 from xdeepserve import SamplingParams
-from xdeepserve.engine.dp.events import GroupId, StepEnded
+from xdeepserve.engine.dp.events import GroupId, KVKept, StepEnded
 from xdeepserve.history import History, Told, serve
 from xdeepserve.hw.faults import Fault
 from xdeepserve.llm import digest
@@ -83,3 +83,53 @@ def test_only_sequences_of_groups_that_are_gone_are_computed_again(case: Case) -
     hit = {seq_id for seq_id, where in places.items() if any((w.te, w.rank) in case.again for w in where)}
     assert hit == once.keys() - kept
     assert bool(hit) == bool(case.again)
+
+
+BLOCK = 16  # tokens
+LONG = [[7 * i + j for j in range(40 + 5 * i)] for i in range(8)]
+
+
+class InPlace(NamedTuple):
+    """A die that is lost, of the DP group `gone` of a TE; and `dies`, those of the TE in its place."""
+
+    deployment: str
+    settings: tuple[str, ...]
+    die: int
+    gone: tuple[str, int]
+    dies: tuple[int, ...]
+
+
+APART = ("attention.domains=1", "attention.dies=4", "experts.routed_dies=4", "experts.shared_dies=1")
+PLACES = (
+    InPlace("colocated", ("dies=4",), 1, ("te", 1), (0, 2, 3)),
+    InPlace("colocated", ("dies=4", "lockstep=true", "mtp=1"), 1, ("te", 1), (0, 2, 3)),
+    InPlace("colocated", ("dies=4", "mtp=2", "recovery.spare_dies=1"), 3, ("te", 3), (0, 1, 2, 4)),
+    InPlace("colocated", ("dies=8", "tp=2", "mtp=1"), 2, ("te", 1), (0, 1, 4, 5, 6, 7)),
+    InPlace("colocated", ("dies=3", "execution.overlap=true"), 0, ("te", 0), (1, 2)),
+    InPlace("pd", (*PAIR[:2], "decode.dies=3", "fabric=ub"), 2, ("decode 0", 1), (1, 3)),
+    InPlace("pd", (*PAIR[:2], "decode.dies=3", "transfer=layer"), 1, ("decode 0", 0), (2, 3)),
+    InPlace("moe-attention", APART, 2, ("te", 2), (0, 1, 3, 4, 5, 6, 7, 8)),
+)
+
+
+@pytest.mark.thin(3)
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place.deployment}-{place.dies}")
+def test_the_te_in_place_of_a_lost_one_goes_on_from_the_kv_of_well_dies(place: InPlace) -> None:
+    """A sequence whose dies are well computes at most a block of tokens again, and those under way."""
+    given = ("max_model_len=128", *FAILOVER, *place.settings)
+
+    def served(*faults: Fault) -> Told:
+        history = History(place.deployment, given, LONG, PARAMS, faults=faults)
+        return serve(history, hears=(StepEnded, KVKept))
+
+    quiet = served()
+    run = served(Fault(0.6 * quiet.end_ns / 1000, place.die, "lost"))
+    assert run.digest == quiet.digest == digest(one_die(LONG, PARAMS, "int8"))
+    assert place.dies in [te.dies for te in run.tes]
+    (kept,) = run.of(KVKept)
+    once, (num_tokens, places) = computed(quiet)[0], computed(run)
+    again = {seq_id: num_tokens[seq_id] - once[seq_id] for seq_id in once}
+    at_well_dies = [seq_id for seq_id in once if place.gone not in [(w.te, w.rank) for w in places[seq_id]]]
+    assert kept.num_blocks >= sum(len(LONG[seq_id]) // BLOCK for seq_id in at_well_dies) > 0
+    assert all(0 <= again[seq_id] <= BLOCK + 3 for seq_id in at_well_dies)
+    assert all(again[seq_id] > len(LONG[seq_id]) - BLOCK for seq_id in once.keys() - {*at_well_dies})

@@ -271,6 +271,19 @@ class DiesTested(Observed, frozen=True):
         return f"a test of what {self.te} had: {'; '.join(found)}"
 
 
+class KVKept(Observed, frozen=True):
+    """A TE in the place of a lost one goes on with `num_blocks` blocks of KV that were on its dies."""
+
+    kind: ClassVar[str] = "recovery"
+    te: str
+    num_blocks: int
+
+    @property
+    def said(self) -> str:
+        blocks = "one block" if self.num_blocks == 1 else f"{self.num_blocks:,} blocks"
+        return f"{self.te} goes on with {blocks} of KV that its dies have kept"
+
+
 class LinkChanged(Observed, frozen=True):
     """A link from a prefill to a decode TE has failed, for a `reason`, or works again."""
 

@@ -43,12 +43,12 @@ class Roster(list[TE]):
         """List TEs for new requests; prefill TEs only if a decode TE takes new work."""
         return self.ready("both", "prefill") if self.ready("decode") else self.ready("both")
 
-    def successors(self, te: TE) -> list[TE]:
-        """List TEs able to continue a TE's sequences from their tokens: its own role first, else any that can
-        begin."""
-        able = [other for other in [*self.beginners, *self.ready("decode")] if other is not te]
-        alike = [other for other in able if other.sizes.place.role == te.sizes.place.role]
-        return alike or [other for other in able if other.sizes.place.role != "decode"]
+    def successors(self, role: Role | None, but: TE | None = None) -> list[TE]:
+        """List TEs other than `but` able to continue sequences from a TE of this role, from their tokens:
+        its own role first, else any that can begin. None: the sequences have been at no TE."""
+        able = [te for te in [*self.beginners, *self.ready("decode")] if te is not but]
+        alike = [te for te in able if te.sizes.place.role == role]
+        return alike or [te for te in able if te.sizes.place.role != "decode"]
 
 
 def can_serve(tes: Iterable[TE | TEPlan]) -> bool:
@@ -65,31 +65,34 @@ def ask_suspects(tes: Iterable[TE]) -> None:
 
 
 class Unplaced:
-    """Requests, in order, that no TE can serve while another is on its way; `is_open` while one may come."""
+    """Requests, in order, that no TE can serve while another is on its way; `is_open` while one may come.
+
+    With each is the role of the TE that it comes from, or None.
+    """
 
     def __init__(self) -> None:
         self.is_open = False
-        self._requests: list[list[Sequence]] = []
+        self._requests: list[tuple[list[Sequence], Role | None]] = []
 
-    def take(self, seqs: Seq[Sequence]) -> None:
+    def take(self, seqs: Seq[Sequence], role: Role | None) -> None:
         """Queue the choices of a request, or its remaining ones."""
-        self._requests.append(list(seqs))
+        self._requests.append((list(seqs), role))
 
-    def let_go(self) -> list[list[Sequence]]:
+    def let_go(self) -> list[tuple[list[Sequence], Role | None]]:
         """Empty the queue and return the requests that waited."""
         requests, self._requests = self._requests, []
         return requests
 
     def leave(self, seq: Sequence) -> None:
         """Remove an ended or aborted sequence from the queue."""
-        for seqs in self._requests:
+        for seqs, _ in self._requests:
             if seq in seqs:
                 seqs.remove(seq)
                 seq.is_finished = True
-        self._requests = [seqs for seqs in self._requests if seqs]
+        self._requests = [each for each in self._requests if each[0]]
 
     def __len__(self) -> int:
-        return sum(map(len, self._requests))
+        return sum(len(seqs) for seqs, _ in self._requests)
 
 
 class Job(NamedTuple):
@@ -158,8 +161,8 @@ class JobExecutor:
 
     def place_waiting(self) -> None:
         """Assign sequences waiting for a TE. Without a TE they keep waiting, or fail."""
-        for seqs in self.unplaced.let_go():
-            self.give(seqs, self.tes.beginners)
+        for seqs, role in self.unplaced.let_go():
+            self.give(seqs, self.tes.successors(role), role)
 
     async def part_with(self, te: TE) -> None:
         """Remove an ended TE, once its last transfers have ended."""
@@ -270,11 +273,11 @@ class JobExecutor:
         pending = sum(te.te_shell.num_pending for te in self.tes)
         return self.admission.num_waiting + len(self.unplaced) + pending
 
-    def give(self, seqs: Seq[Sequence], tes: Seq[TE]) -> None:
+    def give(self, seqs: Seq[Sequence], tes: Seq[TE], role: Role | None = None) -> None:
         """Have a TE out of `tes` compute sequences from their tokens. Without a TE they wait for one that is
-        coming, or fail."""
+        coming, or fail. `role` is that of the TE that they come from."""
         if not tes and self.unplaced.is_open:
-            self.unplaced.take(seqs)
+            self.unplaced.take(seqs, role)
             return
         if not tes:
             for seq in seqs:
@@ -293,7 +296,13 @@ class JobExecutor:
         """Give a moved-out sequence to another TE of the same role. If it left only a lost DP group, the same
         TE continues it."""
         job.te.te_shell.forget(job.seq)
-        self.give([job.seq], [job.te] if job.te.life == "ready" else self.tes.successors(job.te))
+        self._go_on(job.seq, job.te)
+
+    def _go_on(self, seq: Sequence, te: TE) -> None:
+        """Have a sequence of a TE go on from its tokens: at the same TE if this takes work, else at
+        another."""
+        role = te.sizes.place.role
+        self.give([seq], [te] if te.life == "ready" else self.tes.successors(role, but=te), role)
 
     def _prefilled(self, job: Job, group_id: GroupId) -> None:
         """Steps 3 to 5: register the transfer, choose the decode TE, and let its shell choose a DP group.
@@ -497,7 +506,7 @@ class JobExecutor:
         if stage != "by layer" and not seq.is_finished:  # else it is still running there, and moves out
             decode.te_shell.forget(seq)
             seq.leave_group()
-            self.give([seq], self.tes.successors(prefill))
+            self._go_on(seq, prefill)
         decode.wake()  # it may have waited for this one before it leaves
 
     def _lead_past(self, link: PDLink, is_shut: bool = False) -> None:
@@ -527,7 +536,7 @@ class JobExecutor:
             group.handover.release(seq_id)
         elif prefill not in self.tes:  # lost meanwhile, and its blocks with it
             seq.leave_group()
-            self.give([seq], self.tes.successors(prefill))
+            self._go_on(seq, prefill)
         elif self.links.choose(prefill, seq_id) is not None:
             self.send(seq, group, prefill)
         else:

@@ -27,6 +27,7 @@ from xdeepserve.engine.deploy.deployment import ExpertConfig, RecoveryConfig, Ro
 from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.roles import DEPLOYMENTS, is_listed
 from xdeepserve.engine.serving.joining import FAILED, until_unused
+from xdeepserve.engine.serving.kept_kv import KeptKV
 from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.errors import DeploymentError, XDeepServeError, as_named
 from xdeepserve.hw.clock import Hears
@@ -94,7 +95,7 @@ class Failover:
     def __init__(
         self,
         group: Survivors,
-        join: Callable[[Role, list[int]], Awaitable[str]],
+        join: Callable[[Role, list[int], KeptKV | None], Awaitable[str]],
         plan: PodPlan,
         config: RecoveryConfig,
         timeout_ns: int,
@@ -109,15 +110,16 @@ class Failover:
         own = [die for te in plan.tes for die in te.every_die]
         beyond = range(max(own) + 1, plan.pod.topology.num_dies)
         self._dies = [*own, *beyond[: config.spare_dies]]
-        self._lost: list[TEPlan] = []
+        self._lost: list[tuple[TEPlan, KeptKV | None]] = []
         self._is_running = False
         self.stage: Stage = "serving"
         self.reason: str | None = None  # of what is under way
         self.num_restarts = 0
 
-    def begin(self, te: TEPlan, reason: XDeepServeError) -> None:
-        """Start to replace a TE that was given up, after those that are being replaced."""
-        self._lost.append(te)
+    def begin(self, te: TEPlan, kept: KeptKV | None, reason: XDeepServeError) -> None:
+        """Start to replace a TE that was given up, after those that are being replaced; `kept` is the KV on
+        its dies."""
+        self._lost.append((te, kept))
         self.reason = str(reason)
         if not self._is_running:
             self._is_running = True
@@ -159,7 +161,7 @@ class Failover:
         try:
             while self._lost:
                 try:
-                    await self._recover(self._lost.pop(0))
+                    await self._recover(*self._lost.pop(0))
                 except Exception as found:
                     error = as_named(found)
                     self._move("fail")
@@ -167,14 +169,14 @@ class Failover:
             self._is_running, self.reason = False, None
         self._on_end(error)
 
-    async def _recover(self, te: TEPlan) -> None:
+    async def _recover(self, te: TEPlan, kept: KeptKV | None) -> None:
         """Replace a TE, or restart all. Raises DeploymentError, or the failure on the way, if no TE can be
         had."""
         self._move("lose")
-        await self._test(te)
+        await self._test(te, kept)
         self._move("test")
         role = te.sizes.place.role
-        while not await self._replace(role):
+        while not await self._replace(role, kept=kept):
             self._move("find no room")
             if role != "decode" or not await self._group.spare_prefill():
                 self._move("find nobody")
@@ -183,22 +185,26 @@ class Failover:
             self._move("take")
         self._move("join")
 
-    async def _test(self, te: TEPlan) -> None:
-        """Test the dies of a given-up TE and free those that passed."""
+    async def _test(self, te: TEPlan, kept: KeptKV | None = None) -> None:
+        """Test the dies of a given-up TE and free those that passed; no KV is `kept` on the others."""
         await until_unused(te)
         well = await well_dies(self._pod, te.every_die, self._timeout_ns)
+        if kept is not None:
+            kept.drop(set(te.every_die).difference(well))
         self._group.take_back(te, well)
 
-    async def _replace(self, role: Role, spare: int = 0) -> bool:
-        """Stage 2: bring up a TE of the role, leaving `spare` dies free. Returns whether it serves."""
+    async def _replace(self, role: Role, spare: int = 0, kept: KeptKV | None = None) -> bool:
+        """Stage 2: bring up a TE of the role, leaving `spare` dies free; if possible on dies that have `kept`
+        KV. Returns whether it serves."""
         tried: list[int] = []
         while True:
             free = self._pod.free_dies(self._dies)
             num_dies = self._plan.most_dies(role, len(free) - spare)
             if num_dies is None:
                 return False
+            ordered = free if kept is None else kept.in_order(free)
             try:
-                await self._join(role, free[:num_dies])
+                await self._join(role, ordered[:num_dies], kept)
             except DeploymentError:
                 return False
             except FAILED:
@@ -217,7 +223,7 @@ class Failover:
             )
         self.num_restarts += 1
         given_up = self._group.give_up_all(XDeepServeError(f"all TEs are started anew: {self.reason}"))
-        for te in [*given_up, *self._lost]:
+        for te in [*given_up, *(lost for lost, _ in self._lost)]:
             await self._test(te)
         self._lost.clear()
         roles = [role for role in ORDER if self._wanted[role]]

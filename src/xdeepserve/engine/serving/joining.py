@@ -8,13 +8,14 @@ from typing import Any
 
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import Role
-from xdeepserve.engine.dp.events import DiesTested
+from xdeepserve.engine.dp.events import DiesTested, KVKept
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.sequence import SampledToken, Sequence
 from xdeepserve.engine.job.executor import JobExecutor
 from xdeepserve.engine.job.links import SETTLE_NS, TIMEOUT_NS
 from xdeepserve.engine.loading import SOURCES, Source
 from xdeepserve.engine.recovery.ladder import Loss
+from xdeepserve.engine.serving.kept_kv import KeptKV
 from xdeepserve.engine.te.te import TE
 from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.errors import HardwareError, ProtocolError, RequestError, XDeepServeError, abridged
@@ -70,22 +71,25 @@ class Joining:
                 raise
             raise XDeepServeError(f"no TE of role {role} can join: {self._end}") from None
 
-    async def join(self, role: Role, dies: list[int]) -> str:
-        """Add a TE on given dies and return its name; for callers that are processes of the pod."""
-        joining = self._begin(role, "auto", dies)
+    async def join(self, role: Role, dies: list[int], kept: KeptKV | None) -> str:
+        """Add a TE on given dies, with the KV kept on them, and return its name; for callers that are
+        processes of the pod."""
+        joining = self._begin(role, "auto", dies, kept)
         try:
             await self._plan.pod.clock.join(joining)
         except asyncio.CancelledError:
             raise XDeepServeError(f"no TE of role {role} can join: {self._end}") from None
         return joining.result()
 
-    def _begin(self, role: Role, source: Source, dies: list[int] | None = None) -> asyncio.Task[str]:
+    def _begin(
+        self, role: Role, source: Source, dies: list[int] | None = None, kept: KeptKV | None = None
+    ) -> asyncio.Task[str]:
         name = f"loading of a TE for {role}"
-        joining = self._plan.pod.clock.spawn(self._join(role, source, dies), name=name)
+        joining = self._plan.pod.clock.spawn(self._join(role, source, dies, kept), name=name)
         self._processes = [*(each for each in self._processes if not each.done()), joining]
         return joining
 
-    async def _join(self, role: Role, source: Source, dies: list[int] | None) -> str:
+    async def _join(self, role: Role, source: Source, dies: list[int] | None, kept: KeptKV | None) -> str:
         plan = self._plan.add(role, dies)
         te: TE | None = None
         try:
@@ -105,9 +109,12 @@ class Joining:
             self.loading = [each for each in self.loading if each is not te]
             for other in self._je.tes:  # one that leaves may have waited for its reader
                 other.wake()
+        if kept is not None:
+            self._je.tell(KVKept(plan.name, kept.give(te)))
         self._je.tes.append(te)
         self._on_joined(te)
         self._je.take(te)
+        te.te_shell.returning.clear()
         return plan.name
 
     def _ready_plans(self) -> list[TEPlan]:

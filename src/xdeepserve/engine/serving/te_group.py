@@ -27,6 +27,7 @@ from xdeepserve.engine.serving.control_plane import ControlPlane
 from xdeepserve.engine.serving.counters import Counters
 from xdeepserve.engine.serving.failover import Failover, what_helps
 from xdeepserve.engine.serving.joining import FAILED, Joining, until_unused
+from xdeepserve.engine.serving.kept_kv import KeptKV
 from xdeepserve.engine.te.reports import ServerReport, TEHealth, TEReport
 from xdeepserve.engine.te.te import TE
 from xdeepserve.engine.te.te_plan import TEPlan
@@ -322,8 +323,10 @@ class TEGroup:
         """Climb the ladder with a loss that a TE could not mend by itself."""
         if te.plan.name in self.lost:
             return  # who read its memory, and found nothing there, has told this, too
+        # With failover, another TE may go on with it; giving up the dies spoils their memory.
+        kept = None if self._failover is None else KeptKV(self._plan.pod, te)
         self._lose_dies(te)
-        self._climb(loss._replace(error=loss.reason), te)
+        self._climb(loss._replace(error=loss.reason), te, kept)
 
     def _lose_dies(self, te: TE) -> None:
         """Withdraw the dies of a lost TE from use, and read of each whether its memory answers."""
@@ -343,13 +346,14 @@ class TEGroup:
         failed = tuple(sorted(set(dies).difference(well)))
         self._je.tell(DiesTested(te.name, tuple(sorted(well)), failed))
 
-    def _climb(self, loss: Loss, te: TE | None = None) -> None:
-        left = at_once(climb(loss, self._remedies(te)))
+    def _climb(self, loss: Loss, te: TE | None = None, kept: KeptKV | None = None) -> None:
+        left = at_once(climb(loss, self._remedies(te, kept)))
         if left is not None:
             raise left.reason
 
-    def _remedies(self, te: TE | None) -> Remedies:
-        """Return the group's remedies for a loss of a TE, or of no TE in service."""
+    def _remedies(self, te: TE | None, kept: KeptKV | None = None) -> Remedies:
+        """Return the group's remedies for a loss of a TE, whose dies have `kept` some KV, or of no TE in
+        service."""
         remedies: dict[RungName, Remedy] = {
             "give up": Remedy(partial(self._needs, te), partial(self._leave_to_others, te)),
             "end": Remedy(self._helps_nobody, partial(self._end_all, te)),
@@ -357,7 +361,7 @@ class TEGroup:
         if te is not None and self._failover is not None:
             replace = (
                 partial(self._cannot_replace, te, self._failover),
-                partial(self._replace, te, self._failover),
+                partial(self._replace, te, self._failover, kept),
             )
             remedies["replace"] = Remedy(*replace)
         return remedies
@@ -371,12 +375,12 @@ class TEGroup:
             return f"{te.plan.name} is {te.life}"
         return self._end
 
-    def _replace(self, te: TE, failover: Failover, loss: Loss) -> None:
+    def _replace(self, te: TE, failover: Failover, kept: KeptKV | None, loss: Loss) -> None:
         """Give up a TE, whose requests wait for another one if they must, and start to replace it."""
         was_open, self._je.unplaced.is_open = self._je.unplaced.is_open, True
         try:
             self._give_up(te, loss.reason)
-            failover.begin(te.plan, loss.reason)
+            failover.begin(te.plan, kept, loss.reason)
         except Exception:
             self._je.unplaced.is_open = was_open  # else requests would wait for a TE that never comes
             raise

@@ -77,6 +77,7 @@ class TEShell(Generic[G]):
         self.pending: deque[list[Sequence]] = deque()  # requests that no group has yet
         self.arrivals: deque[Sequence] = deque()  # prefilled ones that no group has yet
         self._group_of: dict[int, G] = {}
+        self.returning: dict[int, G] = {}  # groups that have kept KV of sequences on their way here
         self._dispatch_turn = self._decode_turn = 0  # the rank after the one chosen last
         self.is_asked = False  # the TE's loop has been asked for an all-gather
         self.on_turn: Callable[[], None] = lambda: None  # told before each step: there may be room
@@ -85,7 +86,11 @@ class TEShell(Generic[G]):
     # ---- requests -----------------------------------------------------------------------------------
 
     def dispatch(self, seqs: Seq[Sequence]) -> None:
-        """Take a new request, given as the sequences of its choices."""
+        """Take a new request, given as the sequences of its choices, or one that goes on from its tokens."""
+        group = self.returning.pop(seqs[0].seq_id, None)
+        if group is not None and group.num_free_places >= len(seqs):
+            self._give(list(seqs), group)
+            return
         self.pending.append(list(seqs))
         if self._is_on_arrival:
             statuses = self._statuses() or [group.status() for group in self.groups]
