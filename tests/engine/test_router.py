@@ -52,6 +52,24 @@ def test_every_repeat_of_a_prefix_finds_it(tiny: TinyCheckpoint, executors: int)
             assert len({places[first + 6 * turn] for turn in range(3)}) == 1
 
 
+def test_job_executors_hear_late_of_caches_and_a_broken_promise_costs_no_bit(tiny: TinyCheckpoint) -> None:
+    """A prefix comes, and goes as others need its blocks: for a second the prompt tree is wrong."""
+    first, others = [[3] * 64], [[30 * i + j for j in range(64)] for i in range(8)]
+    prompts = [*first, *first, *others, *first, *first]
+    late_s = 1.0
+    seconds = [0.0, 0.5 * late_s, *[2.0 * late_s] * len(others), 2.5 * late_s, 4.0 * late_s]
+    settings = [*FEWEST, "max_model_len=96", "cache.num_blocks=12", "scheduler.route=prefix"]
+    with LLM(tiny, "pd", overrides=[*settings, f"scheduler.hint_age_ms={1000 * late_s}"]) as llm:
+        outputs = llm.generate(
+            prompts, SHORT, keep_logits=True, arrivals_ns=[round(1e9 * s) for s in seconds]
+        )
+        stats = llm.engine.stats()
+    assert digest(outputs) == digest(one_die(prompts, SHORT, "int8"))
+    cached = [output.metrics.num_cached_tokens for output in outputs]
+    assert (cached[1], cached[-2], cached[-1]) == (48, 0, 48)  # known to nobody; gone; there again
+    assert (stats.num_promised, stats.num_broken) == (96, 48)  # of the last two
+
+
 def test_long_prompts_have_a_te_of_their_own(tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("balance.te_policies", "job.router"):
         monkeypatch.setattr(f"xdeepserve.engine.{module}.LONG_PROMPT", 100)

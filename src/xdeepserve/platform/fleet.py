@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -66,9 +65,8 @@ class Fleet:
         forced: Mapping[int, int] | None = None,
     ) -> None:
         self.policy, self.heat, self.predict = policy, heat, predict
-        self._stale_ns, self._explain, self._forced = stale_ns, explain, forced or {}
-        self.tree = PromptTree()  # the global one
-        self._notices: deque[tuple[float, int, Sequence[int], bool]] = deque()
+        self._explain, self._forced = explain, forced or {}
+        self.tree = PromptTree(stale_ns)  # the global one
         self.now = 0.0
         self.tes: list[FleetTE] = []
         self.steppers: list[StepTE] = []
@@ -100,7 +98,7 @@ class Fleet:
     def _add(self, te: int, price: StepPrice, limits: StepLimits, prefills: bool, decodes: bool) -> None:
         def tell(blocks: Sequence[int], has: bool) -> None:
             if blocks:
-                self._notices.append((self.now, te, blocks, has))
+                self.tree.tell(self.now, te, blocks, has)
 
         index = len(self.steppers)
         self.steppers.append(StepTE(price, limits, prefills, decodes, tell))
@@ -408,9 +406,7 @@ class Fleet:
         known.positions[te] = sum(half.positions for half in halves)
 
     def _choose(self, number: int, request: TracedRequest, pooled: int = 0) -> int:
-        while self._notices and self._notices[0][0] + self._stale_ns <= self.now:
-            _, te, blocks, has = self._notices.popleft()
-            (self.tree.publish if has else self.tree.evict)(te, blocks)
+        self.tree.catch_up(self.now)
         known = self.known
         found = dict.fromkeys(self.serving, pooled) if pooled else {}
         for te, num_blocks in self.tree.match(request.blocks).items():

@@ -19,7 +19,7 @@ class StepRTC(RTC):
 
     def __init__(self, num_blocks: int, block_size: int, tell: Callable[[Node, bool], None]) -> None:
         super().__init__(num_blocks, block_size)
-        self._told = tell
+        self.tell = tell
         self._idle: dict[int, Node] = {}  # by slot: cached, without a user; the first goes first
 
     @property
@@ -31,12 +31,9 @@ class StepRTC(RTC):
         self._take(nodes)
 
     def publish(self, holding: Holding, tokens: Sequence[int]) -> None:
-        before, slots = len(holding.nodes), [*holding.slots]
+        before = len(holding.nodes)
         super().publish(holding, tokens)
         self._take(holding.nodes[before:])
-        for at, node in enumerate(holding.nodes[before:], before):
-            if node.slot == slots[at]:  # else another sequence has computed the same block
-                self._told(node, True)
 
     def _take(self, nodes: Iterable[Node]) -> None:
         for node in nodes:
@@ -57,16 +54,12 @@ class StepRTC(RTC):
         arrived = [*self._arrivals.get(ticket, ())]
         super().finish(ticket)
         self._touch(reversed(arrived))
-        for node in arrived:
-            self._told(node, True)
 
     def _victim(self) -> Node | None:
         slot = next(iter(self._idle), None)
         if slot is None:
             return None
-        node = self._idle.pop(slot)
-        self._told(node, False)
-        return node
+        return self._idle.pop(slot)
 
     def check_integrity(self, holdings: Iterable[Holding], swapped: Iterable[Sequence[int]] = ()) -> None:
         super().check_integrity(holdings, swapped)

@@ -57,6 +57,16 @@ class EngineCollector(Collector):
             "KV blocks brought from the host's memory while their request waited.",
             stats.num_prefetched_blocks,
         )
+        yield self._counter(
+            "xdeepserve:prompt_tree_tokens",
+            "Tokens of prompts that the job executors' prompt tree had as cached at the chosen TE.",
+            stats.num_promised,
+        )
+        yield self._counter(
+            "xdeepserve:prompt_tree_tokens_gone",
+            "Of these, tokens that were computed after all.",
+            stats.num_broken,
+        )
         yield from self._pool(stats)
         yield self._rows_per_step(stats)
         yield from self._drafts(stats)

@@ -1,20 +1,41 @@
 """DeepServe's prompt tree (5.2): the holders (TEs or DP groups) of cached prompt beginnings.
 
 Prompts are chains of blocks. A block's number depends on all blocks before it, as in a chain of hashes. So a
-map from a block to its holders holds the same information as a tree. It may be stale: a wrong hint costs time
-and nothing else.
+map from a block to its holders holds the same information as a tree. It is stale, as holders tell of changes
+by messages; a wrong hint costs time and nothing else.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 
 
 class PromptTree:
-    """Map from prompt blocks to holders, which are small numbers of TEs or DP groups."""
+    """Map from prompt blocks to holders, which are small numbers of TEs or DP groups.
 
-    def __init__(self) -> None:
+    What a holder tells is known `late_ns` later.
+    """
+
+    def __init__(self, late_ns: int = 0) -> None:
+        self._late_ns = late_ns
         self._holders: dict[int, int] = {}  # bit n: holder n has it
+        self._notices: deque[tuple[float, int, Sequence[int], bool]] = deque()  # with the time when told
+
+    def tell(self, now: float, holder: int, blocks: Sequence[int], has: bool) -> None:
+        """Note that `holder` has these blocks from now on, or has them no more."""
+        self._notices.append((now, holder, blocks, has))
+
+    def catch_up(self, now: float) -> None:
+        """Take in all that has become known by now [ns]."""
+        while self._notices and self._notices[0][0] + self._late_ns <= now:
+            _, holder, blocks, has = self._notices.popleft()
+            (self.publish if has else self.evict)(holder, blocks)
+
+    def forget(self, holder: int) -> None:
+        """Forget a holder that is gone, with its notices."""
+        self._notices = deque(notice for notice in self._notices if notice[1] != holder)
+        self.evict(holder, [*self._holders])
 
     def __len__(self) -> int:
         """Number of blocks with at least one holder."""

@@ -138,6 +138,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "file of a heat map (bench heatmap --map), from which routes pd-aware and deepserve read whether TEs "
         "with prefill and decode apart or TEs that do both are better for a request",
     ] = None
+    hint_age_ms: Annotated[
+        NonNegative,
+        "virtual ms until job executors know of blocks that come into a TE's prefix cache, or leave it",
+    ] = 0.05
     job_executors: Annotated[Count, "of which a request reaches any; each knows what it has given to TEs"] = 1
     admission: Annotated[Admission, ADMISSION.meaning] = "prefill"
     order: Annotated[Order, ORDER.meaning] = "arrival"

@@ -16,7 +16,7 @@ while a step ran that was planned with them (`begin_step`), if the next one is p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from xdeepserve.engine.dp.prefix_index import EvictionPolicy, Node, PrefixIndex, lru
 from xdeepserve.engine.plans import BlockCopy
@@ -31,6 +31,10 @@ class Holding:
     def __init__(self) -> None:
         self.slots: list[int] = []
         self.nodes: list[Node] = []
+
+
+def _tell_nobody(node: Node, has: bool) -> None:
+    """Hear of a change of the cache where nobody asks."""
 
 
 class BlockTable:
@@ -49,6 +53,7 @@ class BlockTable:
         self._steps: list[int] = []  # tickets of steps that have not ended
         self._num_tickets = 0
         self._clock = 0  # of use, for eviction
+        self.tell: Callable[[Node, bool], None] = _tell_nobody  # of blocks that come into the cache, or leave
 
     # ---- counting -----------------------------------------------------------------------------------
 
@@ -213,6 +218,7 @@ class BlockTable:
         slot = node.slot
         del self._node_of[slot]
         node.slot = None
+        self.tell(node, False)
         self.index.prune(node)
         return slot
 

@@ -25,6 +25,7 @@ class Node:
         "ids",
         "is_loading",
         "is_saving",
+        "key",
         "last_used",
         "num_found",
         "parent",
@@ -34,6 +35,7 @@ class Node:
 
     def __init__(self, tokens: tuple[int, ...], parent: Node | None) -> None:
         self.tokens, self.parent = tokens, parent
+        self.key: int = 0 if parent is None else _chained(parent.key, tokens)
         self.children: dict[tuple[int, ...], Node] = {}
         self.slot: int | None = None
         self.host_slot: int | None = None
@@ -66,6 +68,20 @@ class Node:
             nodes.append(node)
             node = node.parent
         return nodes[::-1]
+
+
+def _chained(key: int, tokens: tuple[int, ...]) -> int:
+    """Return the key of a block of `tokens` after the block that has `key`; the first comes after 0."""
+    return hash((key, tokens))  # of integers, which Python hashes alike in every run
+
+
+def block_keys(tokens: Sequence[int], block_size: int) -> list[int]:
+    """Return the keys of the full blocks of a prompt, as the nodes of its prefixes have them."""
+    keys, key = [], 0
+    for start in range(0, len(tokens) - block_size + 1, block_size):
+        key = _chained(key, tuple(tokens[start : start + block_size]))
+        keys.append(key)
+    return keys
 
 
 # A policy of the table EVICTION: a key of cached blocks, of which the one with the least key goes first.

@@ -97,6 +97,7 @@ class RTC(BlockTable):
             if node.slot is None:
                 node.slot = slot
                 self._node_of[slot] = node
+                self.tell(node, True)
             elif node.slot != slot and node.is_ready and self._users[slot] == 1:
                 self._drop_user(slot)
                 self._users[node.slot] += 1
@@ -261,6 +262,7 @@ class RTC(BlockTable):
         self.miss(ticket, [slot for slot in slots if slot is not None and slot in spoilt])
         for node in self._arrivals.pop(ticket, ()):
             node.is_loading = False
+            self.tell(node, True)
         for node in self._departures.pop(ticket, ()):
             node.is_saving = False
             if spoilt and node.host_slot is not None:
@@ -298,6 +300,7 @@ class RTC(BlockTable):
                 continue
             del self._node_of[slot]
             node.slot = None
+            self.tell(node, False)
             self.index.prune(node)
             if not self._users[slot] and not self._is_busy(slot):
                 self._free.append(slot)

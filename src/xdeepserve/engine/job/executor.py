@@ -139,6 +139,7 @@ class JobExecutor:
         if self._journey is not None:
             self._journey.join(te, is_alone=len(self.tes) == 1)
         self.admission.look()
+        self.router.join(te)
         pair = {"prefill", "decode"}
         for other in [each for each in self.tes if each.is_running]:
             if {te.sizes.place.role, other.sizes.place.role} != pair:
@@ -173,6 +174,7 @@ class JobExecutor:
     def forget_te(self, te: TE) -> None:
         """Remove a TE, with all links, from the books."""
         self.links.remove(te)
+        self.router.leave(te)
         self.carriage.forget(te)
         self.tes.remove(te)
         self.admission.look(lost=te)
@@ -204,8 +206,8 @@ class JobExecutor:
         if not isinstance(event, Event):
             return
         transfer = self.transfers.get(event.seq_id)
-        if isinstance(event, events.Prefilled | events.MovedOut | events.Ended):
-            self.router.forget(event.seq_id)
+        if isinstance(event, events.Prefilled | events.MovedOut):
+            self.router.forget(self._jobs[event.seq_id].seq)
         match event:
             case events.LastChunkLaunched():
                 self._begin_layers(event)
@@ -422,6 +424,7 @@ class JobExecutor:
         self.admission.leave(seq)
         if job is None:
             return None
+        self.router.forget(seq)
         self.tell(events.Ended(seq.seq_id))
         return job.te
 

@@ -1,16 +1,17 @@
 """Step 1 of xDeepServe 5.1: one of several job executors takes a request and assigns it a TE.
 
 Job executors share no ledger. Each knows the prompts that it has given to TEs and that are not yet prefilled.
-It asks TEs how much of a prompt they have cached, how many requests they have and how full their KV is. The
-length of an answer is known if only `max_tokens` can end it; otherwise it is predicted from the prompt, if a
-predictor lies beside the weights (model/answer_lengths.py). The job executor that a request reaches is drawn
-from the deployment's seed and the request's number, so equal requests take equal ways in each run.
-`balance/te_policies.py` chooses the TE.
+It asks TEs how many requests they have and how full their KV is. How much of a prompt they have cached all
+job executors read in a prompt tree (DeepServe 5.2), to which DP groups send messages. A prefix that the tree
+promises may be gone when the request comes, and is computed then. The length of an answer is known if only
+`max_tokens` can end it; otherwise it is predicted from the prompt, if a predictor lies beside the weights
+(model/answer_lengths.py). The job executor that a request reaches is drawn from the deployment's seed and the
+request's number, so equal requests take equal ways in each run. `balance/te_policies.py` chooses the TE.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
@@ -18,19 +19,22 @@ import numpy as np
 
 from xdeepserve.engine.balance.dp import LONG_PROMPT, prefill_cost
 from xdeepserve.engine.balance.heat_map import HeatMap
+from xdeepserve.engine.balance.prompt_tree import PromptTree
 from xdeepserve.engine.balance.te_policies import Known, RoutedRequest, best, scores
 from xdeepserve.engine.deploy.policies import ROUTE
+from xdeepserve.engine.dp.prefix_index import Node, block_keys
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.te.te import TE
 from xdeepserve.model.sampling import philox4x32
 
 
 class GivenPrompt(NamedTuple):
-    """Work caused by a prompt at its TE, allowing for the cached prefix."""
+    """Work caused by a prompt at its TE, allowing for its tokens that should be cached there."""
 
     te: str
     cost: float
     is_long: bool
+    promised: int  # tokens; 0 if the prompt has been counted at another TE before
 
 
 class Ledger:
@@ -39,12 +43,15 @@ class Ledger:
     def __init__(self) -> None:
         self.given: dict[int, GivenPrompt] = {}
 
-    def known(self, seq: Sequence, tes: Seq[TE]) -> Known:
-        """Collect a job executor's knowledge of the TEs, to choose one for a sequence."""
+    def known(self, cached: Mapping[str, int], tes: Seq[TE]) -> Known:
+        """Collect a job executor's knowledge of the TEs, to choose one for a prompt.
+
+        `cached` has the prompt's tokens that TEs have cached, by name.
+        """
         known = Known.none(np.array([te.sizes.place.role != "both" for te in tes]))
         for number, te in enumerate(tes):
             given = [each for each in self.given.values() if each.te == te.sizes.place.name]
-            known.cached[number] = num_cached(te, seq)
+            known.cached[number] = cached.get(te.plan.name, 0)
             known.sequences[number] = te.num_sequences
             known.queued[number] = sum(each.cost for each in given) / len(te.groups)
             known.has_long[number] = any(each.is_long for each in given)
@@ -55,31 +62,63 @@ class Ledger:
             )
         return known
 
-    def give(self, te: TE, seq: Sequence) -> None:
-        """Note the assignment of a sequence to a TE."""
-        cached = num_cached(te, seq)
+    def give(self, te: TE, seq: Sequence, cached: int) -> None:
+        """Note the assignment of a sequence to a TE that should have `cached` of its tokens."""
         new = len(seq.token_ids) - cached
         cost = prefill_cost(float(new), float(cached))
-        self.given[seq.seq_id] = GivenPrompt(te.sizes.place.name, cost, is_long=new >= LONG_PROMPT)
-
-    def forget(self, seq_id: int) -> None:
-        """Remove a sequence from the ledger after its prefill or end, or because it has left its TE."""
-        self.given.pop(seq_id, None)
+        promised = 0 if seq.is_counted else cached
+        self.given[seq.seq_id] = GivenPrompt(te.plan.name, cost, new >= LONG_PROMPT, promised)
 
 
-def num_cached(te: TE, seq: Sequence) -> int:
-    """Number of a prompt's tokens that the best DP group of a TE need not compute."""
-    return max(group.scheduler.prefixes.num_reusable(seq) for group in te.groups)
+class CachedPrompts:
+    """The prompt tree of an engine's job executors: what TEs have cached, as known `late_ns` later."""
+
+    def __init__(self, now: Callable[[], int], late_ns: int) -> None:
+        self._now, self._tree = now, PromptTree(late_ns)
+        self._holders: dict[int, str] = {}  # TEs of DP groups, which are the tree's holders, by number
+        self._num_holders = 0
+
+    def join(self, te: TE) -> None:
+        """Hear of the caches of a TE's DP groups from now on."""
+        for group in te.groups:
+            holder, self._num_holders = self._num_holders, self._num_holders + 1
+            self._holders[holder] = te.plan.name
+
+            def tell(node: Node, has: bool, holder: int = holder) -> None:
+                self._tree.tell(self._now(), holder, (node.key,), has)
+
+            group.rtc.tell = tell
+            for node in group.rtc.index.nodes():
+                if node.is_ready:
+                    tell(node, True)
+
+    def leave(self, te: TE) -> None:
+        """Forget the caches of a TE."""
+        for holder in [number for number, name in self._holders.items() if name == te.plan.name]:
+            del self._holders[holder]
+            self._tree.forget(holder)
+
+    def match(self, seq: Sequence, block_size: int) -> dict[str, int]:
+        """Return how many tokens of a sequence a DP group of each TE has, by name; without TEs that have
+        none."""
+        self._tree.catch_up(self._now())
+        found: dict[str, int] = {}
+        for holder, num_blocks in self._tree.match(block_keys(seq.token_ids[:-1], block_size)).items():
+            name = self._holders[holder]
+            found[name] = max(found.get(name, 0), num_blocks * block_size)
+        return found
 
 
 class Router:
     """Chooses TEs for requests by policy `route`, on behalf of `num_executors` job executors.
 
-    `heat` says which kind of TE is better, and `lengths` predicts answers in tokens, for those that ask.
+    `cached` is their prompt tree. `heat` says which kind of TE is better, and `lengths` predicts answers in
+    tokens, for those that ask.
     """
 
     def __init__(
         self,
+        cached: CachedPrompts,
         num_executors: int = 1,
         route: str = "sequences",
         seed: int = 0,
@@ -87,8 +126,20 @@ class Router:
         lengths: Callable[[Seq[int]], float] | None = None,
     ) -> None:
         self.ledgers, self._route, self._seed = [Ledger() for _ in range(num_executors)], route, seed
-        self._heat, self._lengths = heat, lengths
+        self._cached, self._heat, self._lengths = cached, heat, lengths
+        self._asks = not ROUTE.has(route, "asks no TE")
         self._num_seen = 0
+        self.num_promised = 0  # tokens of prompts that TEs should have had cached
+        self.num_broken = 0  # of these, tokens that were computed after all
+
+    def join(self, te: TE) -> None:
+        """Hear what a TE has cached, from now on, if the policy asks for it."""
+        if self._asks:
+            self._cached.join(te)
+
+    def leave(self, te: TE) -> None:
+        """Forget what a TE had cached."""
+        self._cached.leave(te)
 
     def reached(self, seq: Sequence) -> int:
         """Draw the number of the job executor that a request reaches."""
@@ -103,11 +154,12 @@ class Router:
         if len(able) > 1:  # to count the sequences of hundreds of DP groups takes a while
             able.sort(key=self._order)
         te, ledger = able[0], self.ledgers[self.reached(seq)]
-        if not ROUTE.has(self._route, "asks no TE"):
+        if self._asks:
+            cached = self._cached.match(seq, te.sizes.kv.block_size)
             if len(able) > 1:
                 asked = RoutedRequest(self._num_seen, len(seq.token_ids), self._num_output(seq))
-                te = able[best(scores(self._route, asked, ledger.known(seq, able), self._heat))]
-            ledger.give(te, seq)
+                te = able[best(scores(self._route, asked, ledger.known(cached, able), self._heat))]
+            ledger.give(te, seq, cached.get(te.plan.name, 0))
         self._num_seen += 1
         return te
 
@@ -128,7 +180,11 @@ class Router:
             return 0.0
         return min(seq.max_tokens, max(params.min_tokens, self._lengths(seq.token_ids[: seq.num_prompt])))
 
-    def forget(self, seq_id: int) -> None:
-        """Remove a sequence from the queued prefill work of its TE."""
+    def forget(self, seq: Sequence) -> None:
+        """Remove a sequence from the queued prefill work of its TE, after its prefill or end, or because it
+        has left; and count what was promised of its prompt and was not there."""
         for ledger in self.ledgers:
-            ledger.forget(seq_id)
+            given = ledger.given.pop(seq.seq_id, None)
+            if given is not None and seq.is_counted:
+                self.num_promised += given.promised
+                self.num_broken += max(0, given.promised - seq.num_cached)

@@ -24,7 +24,7 @@ from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.sequence import KeepLogits, OrderPolicy, Sequence
 from xdeepserve.engine.job.executor import JobExecutor
 from xdeepserve.engine.job.links import Carriage
-from xdeepserve.engine.job.router import Router
+from xdeepserve.engine.job.router import CachedPrompts, Router
 from xdeepserve.engine.loading import Progress, Source
 from xdeepserve.engine.serving.formats import make_parser, output_formats
 from xdeepserve.engine.serving.live import Request
@@ -284,6 +284,8 @@ class Engine:
             kv_block_size=self.plan.deployment.cache.block_size,
             num_kv_blocks=sum(g.kv.num_blocks for g in groups),
             num_host_kv_blocks=sum(g.kv.num_host_blocks for g in groups),
+            num_promised=self.je.router.num_promised,
+            num_broken=self.je.router.num_broken,
             num_cache_keys=sum(g.rtc.index.num_ids for g in groups),
             expert_load=tuple(load for te in self.je.tes for load in te.expert_load),
             virtual_ns=self.plan.pod.clock.now,
@@ -495,7 +497,9 @@ def make_executor(plan: PodPlan, observers: list[Observer], hears: Hears | None 
     carriage = Carriage(plan.pod, d.fabric, d.transfer_over, plan.kv_weight)
     heat = None if d.scheduler.heat is None else read_heat_map(Path(d.scheduler.heat))
     lengths = None if heat is None else read_answer_lengths(plan.checkpoint.directory)
-    router = Router(d.scheduler.job_executors, d.scheduler.route, d.seed, heat, lengths)
+    clock, policy = plan.pod.clock, d.scheduler
+    cached = CachedPrompts(lambda: clock.now, round(1e6 * policy.hint_age_ms))
+    router = Router(cached, policy.job_executors, policy.route, d.seed, heat, lengths)
     retry_ns = round(1e9 * d.health.probe_s)
     events, admission = EventLog(observers), d.scheduler.admission
     return JobExecutor(plan.pod, events, carriage, router, retry_ns, admission, hears)

@@ -121,6 +121,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_preemptions: int = 0
     prefix_cache_queries: int = 0  # in tokens, as is the next
     prefix_cache_hits: int = 0
+    num_promised: int = 0  # tokens of prompts that the prompt tree had as cached at the chosen TE
+    num_broken: int = 0  # of these, tokens that were computed after all
     num_cache_keys: int = 0  # kept now, over all DP groups
     cache_key_queries: int = 0  # requests with a key
     cache_key_hits: int = 0  # of these, those whose prompt began with what was kept under it
