@@ -38,7 +38,8 @@ def test_tokens_have_the_bits_of_one_die(tiny: TinyCheckpoint) -> None:
         ("moe-attention", []),
     ):
         with LLM(tiny, deployment, overrides=["max_model_len=512", *settings]) as llm:
-            outputs, outcomes, names = replayed(llm, trace, SMALL.block)
+            outputs, outcomes, names, busy_ns = replayed(llm, trace, SMALL.block)
+            assert min(busy_ns) > 0
             digests.add(digest(outputs))
             assert [each.num_prompt for each in outcomes] == [each.input_length for each in trace]
             assert [each.num_output for each in outcomes] == [each.output_length for each in trace]
@@ -58,7 +59,7 @@ def test_hits_are_no_more_than_the_trace_allows(tiny: TinyCheckpoint, num_blocks
     ]
     allowed = [0 if at % 3 or not at else block for at in range(len(trace))]
     with LLM(tiny, overrides=["max_model_len=96", f"cache.num_blocks={num_blocks}"]) as llm:
-        _, outcomes, _ = replayed(llm, trace, block)
+        outcomes = replayed(llm, trace, block).outcomes
         assert (llm.engine.stats().num_preemptions > 0) == (num_blocks == 9)
     assert all(each.num_cached <= most for each, most in zip(outcomes, allowed, strict=True))
 
@@ -436,3 +437,71 @@ def test_a_decision_has_the_scores_of_the_best_or_of_all(most: int, shown: int, 
     assert line.startswith("request 0 -> te 0 (te 0: ")
     assert line.count("te ") == 1 + shown
     assert line.endswith(f"{more})")
+
+
+EXACT = """
+model = "tiny"
+policy = "{policy}"
+{more}
+[[te]]
+role = "prefill"
+count = 2
+dies = 2
+mtp = 0
+max_num_seqs = 8
+max_num_batched_tokens = 128
+{te}
+[te.cache]
+block_size = 16
+num_blocks = 300
+[[te]]
+role = "decode"
+dies = 2
+mtp = 0
+max_num_seqs = 8
+max_num_batched_tokens = 128
+[te.cache]
+block_size = 16
+num_blocks = 300
+"""
+
+
+def test_a_cluster_is_served_by_the_engine_with_the_same_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "apart.toml"
+    path.write_text(EXACT.format(policy="round-robin", more="", te=""))
+    given = ["replay", MADE, "--cluster", str(path), "--json", "--first", "20"]
+    assert main(given) == 0
+    fast = json.loads(capsys.readouterr().out)
+    assert main([*given, "--exact"]) == 0
+    exact = json.loads(capsys.readouterr().out)
+    assert fast.keys() == exact.keys()
+    for name in ("trace", "model", "cluster", "policy", "num_requests", "bounds"):
+        assert fast[name] == exact[name]
+    for one, other in zip(fast["tes"], exact["tes"], strict=True):
+        assert one.keys() == other.keys()
+        assert (one["name"], one["num_requests"]) == (other["name"], other["num_requests"])
+        assert one["num_tokens"] == other["num_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("more", "te", "options", "words"),
+    [
+        ("", "", ["--exact", "--explain"], "--exact has no --explain"),
+        ("[roles]", "", ["--exact"], r"the engine's TEs stay as they are: without [roles]"),
+        ("", 'acceptance = 0.5', ["--exact"], "[[te]] 2: acceptance must be that of the first"),
+        ("", "scheduler.max_num_seqs = 4", [], "scheduler.max_num_seqs stands in [[te]] itself"),
+        ("", 'scheduler.admission = "decode"', [], "scheduler.admission: TEs at the grain of a step do without"),
+        ("", "o_proj_tp = 3", [], "o_proj_tp"),
+    ],
+)  # fmt: skip
+def test_what_a_cluster_cannot_be_is_refused_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: str, te: str, options: list[str], words: str
+) -> None:
+    path = tmp_path / "apart.toml"
+    path.write_text(EXACT.format(policy="cost", more=more, te=te))
+    assert main(["replay", MADE, "--cluster", str(path), "--first", "9", *options]) != 0
+    told = capsys.readouterr().err
+    assert words in told
+    assert len(told.strip().splitlines()) == 1

@@ -63,7 +63,7 @@ class Happenings:
                 self._sequence(event.seq_id, self._now_ns())
             case events.Given() | events.Booked():
                 self._at(event, "waiting")
-            case events.Prefilled() | events.Registered() | events.TransferBegan():
+            case events.Registered() | events.TransferBegan():
                 self._at(event, "moving KV")
             case events.Ended():
                 if event.seq_id in self._seen:

@@ -30,7 +30,18 @@ import msgspec
 from msgspec import Meta
 
 from xdeepserve.engine.build import PodPlan
-from xdeepserve.engine.deploy.deployment import CacheConfig, Deployment, ExecutionConfig, SchedulerConfig
+from xdeepserve.engine.deploy.deployment import (
+    Attention,
+    CacheConfig,
+    Combine,
+    Deployment,
+    Exchange,
+    ExecutionConfig,
+    ExpertConfig,
+    PipelineConfig,
+    SchedulerConfig,
+    TPMode,
+)
 from xdeepserve.engine.deploy.policies import ROUTE, Route
 from xdeepserve.engine.description import memory_uses
 from xdeepserve.engine.ways.routing import TimingConfig
@@ -63,8 +74,17 @@ GAIN = 0.99  # of the mean time that requests wait: less is a gain
 FleetChange = FleetScaler | FleetRoles | FleetPool  # what a fleet's TEs or servers follow
 
 
+class TECache(CacheConfig, frozen=True, forbid_unknown_fields=True):
+    """KV cache of a cluster's TE; by default its blocks are of 128 positions, or of the trace's if larger."""
+
+    block_size: int | None = None  # type: ignore[assignment]
+
+
 class ClusterTE(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """TEs of a kind. A TE that is `apart` has a half for prefill and a half for decode."""
+    """TEs of a kind, with settings and sections that a deployment of one such TE has.
+
+    A TE that is `apart` has a half for prefill and a half for decode.
+    """
 
     count: Annotated[int, "how many", Meta(ge=1, le=MAX_TES)] = 1
     dies: Annotated[int, "of each", Meta(ge=1, le=MAX_DIES)] = 32
@@ -75,6 +95,16 @@ class ClusterTE(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     acceptance: Annotated[float, "of a draft", Meta(ge=0, le=1)] = 0.9
     max_num_seqs: Annotated[int, "of a DP group", Meta(ge=1, le=4096)] = 64
     max_num_batched_tokens: Annotated[int, "rows of a DP group's step", Meta(ge=1, le=8192)] = 1024
+    tp_mode: TPMode = "tp"
+    o_proj_tp: int = 1
+    pipeline: PipelineConfig | None = None
+    experts: ExpertConfig | None = None
+    exchange: Exchange = "pull"
+    combine: Combine = "bf16"
+    prefill_attention: Attention = "absorbed"
+    execution: ExecutionConfig = ExecutionConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    cache: TECache = TECache()
 
     def mistakes(self) -> Iterator[tuple[str, str]]:
         """Yield every contradiction, with the field concerned."""
@@ -85,6 +115,9 @@ class ClusterTE(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         halves = self.dies // 2 if self.apart else self.dies
         if halves % self.tp:
             yield "tp", f"={self.tp} does not divide {halves} dies"
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self.scheduler, name) != getattr(SchedulerConfig(), name):
+                yield "scheduler", f".{name} stands in [[te]] itself"
         if self.max_num_seqs * (1 + self.mtp) > self.max_num_batched_tokens:
             yield (
                 "max_num_seqs",
@@ -136,7 +169,7 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     te: tuple[ClusterTE, ...]
     model: str = "deepseek-r1"
     policy: Route = "cost"
-    stale_ms: Annotated[float, "age of hints about prefixes", Meta(ge=0, le=1e9)] = 0.0
+    stale_ms: Annotated[float, "age of hints about prefixes", Meta(ge=0, le=1e9)] = 0.05
     lengths: Lengths = "none"  # what policies are told of answers that are yet to come
     scale: ClusterScale | None = None
     roles: RoleBounds | None = None
@@ -234,18 +267,41 @@ def deployment_of(te: ClusterTE, block: int = KV_BLOCK) -> Deployment:
     """Make the deployment of a TE for the engine, or of a half of a TE that is apart. Its KV blocks are no
     smaller than the trace's, of `block` tokens."""
     dies = te.dies // 2 if te.apart else te.dies
+    limits = {"max_num_seqs": te.max_num_seqs, "max_num_batched_tokens": te.max_num_batched_tokens}
+    block_size = te.cache.block_size or max(KV_BLOCK, -(-block // 16) * 16)
     return Deployment(
         name=f"{dies} dies",
         kind="colocated",
         dies=dies,
         tp=te.tp,
         mtp=te.mtp,
-        scheduler=SchedulerConfig(
-            max_num_seqs=te.max_num_seqs, max_num_batched_tokens=te.max_num_batched_tokens
-        ),
-        cache=CacheConfig(block_size=max(KV_BLOCK, -(-block // 16) * 16)),
-        execution=ExecutionConfig(),
+        tp_mode=te.tp_mode,
+        o_proj_tp=te.o_proj_tp,
+        pipeline=te.pipeline,
+        experts=te.experts,
+        exchange=te.exchange,
+        combine=te.combine,
+        prefill_attention=te.prefill_attention,
+        scheduler=msgspec.structs.replace(te.scheduler, **limits),
+        cache=CacheConfig(**{**msgspec.structs.asdict(te.cache), "block_size": block_size}),
+        execution=te.execution,
     )
+
+
+def check_simulated(cluster: Cluster) -> None:
+    """Raise InputError for settings that make no difference to TEs at the grain of a step."""
+    known = {"num_blocks", "block_size"}
+    for number, te in enumerate(cluster.te, 1):
+        given = {
+            f"{section}.{name}": value != getattr(default, name)
+            for section, default in (("cache", TECache()), ("scheduler", SchedulerConfig()))
+            for name, value in msgspec.structs.asdict(getattr(te, section)).items()
+            if name not in known
+        }
+        if idle := [name for name, is_given in given.items() if is_given]:
+            raise InputError(
+                f"[[te]] {number}: {', '.join(idle)}: TEs at the grain of a step do without; see --exact"
+            )
 
 
 def scaler_of(
@@ -289,16 +345,19 @@ def scale_up_of(model: Checkpoint, te: ClusterTE, price: StepPrice, ways: ScaleW
 
 def fleet_tes(cluster: Cluster, kinds: Sequence[PricedKind]) -> list[FleetTE]:
     """Make all TEs of the cluster, each with a name."""
-    return [
-        FleetTE(f"{'apart' if te.apart else te.role} {number}", *msgspec.structs.astuple(kind))
-        for te, kind in zip(cluster.te, kinds, strict=True)
-        for number in range(te.count)
-    ]
+    of_each = [kind for te, kind in zip(cluster.te, kinds, strict=True) for _ in range(te.count)]
+    names = names_of(cluster)
+    return [FleetTE(name, *msgspec.structs.astuple(kind)) for name, kind in zip(names, of_each, strict=True)]
+
+
+def names_of(cluster: Cluster) -> list[str]:
+    """Name all TEs of the cluster."""
+    return [f"{'apart' if te.apart else te.role} {number}" for te in cluster.te for number in range(te.count)]
 
 
 def kv_positions(model: Checkpoint, deployment: Deployment) -> int:
-    """Compute the positions of KV for which a DP group has room beside weights. Raises InputError for
-    none."""
+    """Compute the positions of KV of a DP group: of the blocks that are given, or as many as there is room
+    for beside weights. Raises InputError for none, or too many."""
     plan = PodPlan(model, with_room(deployment), timing=TimingConfig())
     cache = plan.tes[0].sizes
     each = position_nbytes(model)
@@ -306,7 +365,15 @@ def kv_positions(model: Checkpoint, deployment: Deployment) -> int:
     free = room + cache.kv.num_blocks * cache.kv.block_size * each
     if free < each:
         raise InputError(f"deployment {deployment.name}: no room for KV beside the weights")
-    return int(free // each)
+    has, given = int(free // each), deployment.cache.num_blocks
+    if given is None:
+        return has
+    if given * deployment.cache.block_size > has:
+        raise InputError(
+            f"deployment {deployment.name}: cache.num_blocks={given}: there is room for "
+            f"{has // deployment.cache.block_size} blocks of {deployment.cache.block_size} positions"
+        )
+    return given * deployment.cache.block_size
 
 
 def position_nbytes(model: Checkpoint) -> int:

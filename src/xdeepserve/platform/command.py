@@ -48,6 +48,7 @@ def add_options(parser: Parser) -> None:
     option("--cluster", type=Path, metavar="FILE", help="time only, on these TEs (xdeepserve docs platform); "
            "without --deployment and --cluster: as many TEs of 32 dies as the load needs, of --model, by "
            "default deepseek-r1")  # fmt: skip
+    option("--exact", action="store_true", help="on the engine itself, each die and exchange; far slower")
     option("--policy", metavar="P,Q", help="who gets a request, whatever the cluster's file says; several or "
            "all are compared, on the TEs of the file or on as many as the first one needs")  # fmt: skip
     option("--heat", type=Path, metavar="FILE", help="for pd-aware and deepserve, by bench heatmap")
@@ -128,8 +129,10 @@ def _check(args: argparse.Namespace) -> None:
                 f"{', '.join(idle)}: only with --deployment D, which serves tokens; time only, sizes of TEs "
                 "stand in a file: --cluster FILE"
             )
-    elif args.policy is not None or args.heat is not None or args.explain:
-        raise InputError("--policy, --heat and --explain belong to --cluster; see scheduler.route")
+    elif args.policy is not None or args.heat is not None or args.explain or args.exact:
+        raise InputError("--policy, --heat, --explain and --exact belong to --cluster; see scheduler.route")
+    if args.exact and (args.cluster is None or args.explain):
+        raise InputError(f"--exact {'has no --explain' if args.explain else 'needs --cluster FILE'}")
     if args.policy is not None and (args.policy == "all" or "," in args.policy):
         for name, is_given in (("--explain", args.explain), ("--plot", args.plot is not None)):
             if is_given:
@@ -170,9 +173,10 @@ def _with_tokens(args: argparse.Namespace, trace: RequestTrace, bounds: Bounds) 
         working(f"replay: {len(trace.requests)} requests"),
         LLM(model, args.deployment, args.precision, overrides=overrides_of(args)) as llm,
     ):
-        outputs, outcomes, names = replayed(llm, trace.requests, trace.block, args.shrink)
-    more = {"model": model, "deployment": args.deployment, "format": trace.form, "digest": digest(outputs)}
-    return outcomes, report(outcomes, names, bounds), more
+        served = replayed(llm, trace.requests, trace.block, args.shrink)
+    more = {"model": model, "deployment": args.deployment, "format": trace.form}
+    more["digest"] = digest(served.outputs)
+    return served.outcomes, report(served.outcomes, served.names, bounds, served.busy_ns), more
 
 
 def _time_only(args: argparse.Namespace, trace: RequestTrace, bounds: Bounds) -> list[Result]:
@@ -182,7 +186,7 @@ def _time_only(args: argparse.Namespace, trace: RequestTrace, bounds: Bounds) ->
     from xdeepserve.engine.balance.heat_map import read_heat_map
     from xdeepserve.engine.deploy.policies import ROUTE
     from xdeepserve.model.presets import resolve_model
-    from xdeepserve.platform.cluster import policies_of, priced_kinds
+    from xdeepserve.platform.cluster import check_simulated, policies_of, priced_kinds
     from xdeepserve.platform.cluster_replay import ClusterReplay
     from xdeepserve.platform.hindsight import hindsights
     from xdeepserve.platform.length_predictor import told_lengths
@@ -200,6 +204,10 @@ def _time_only(args: argparse.Namespace, trace: RequestTrace, bounds: Bounds) ->
     predict, error = told_lengths(cluster.lengths, requests)
     decisions: list[Decision] = []
     results: list[Result] = []
+    if args.exact:
+        clusters = [msgspec.structs.replace(cluster, policy=policy) for policy in policies]
+        return [_exact(args, each, trace, bounds) for each in clusters]
+    check_simulated(cluster)
     with working("replay") as status:
         status.text = "replay: steps are priced"
         kinds = priced_kinds(cluster, trace.block, status.progress)
@@ -243,6 +251,17 @@ def _time_only(args: argparse.Namespace, trace: RequestTrace, bounds: Bounds) ->
     if not heat and looking and len({te.is_apart for te in fleet.tes}) == 2:
         note(args.command, f"without --heat, {', '.join(looking)} takes TEs of both kinds for alike")
     return results
+
+
+def _exact(args: argparse.Namespace, cluster: Cluster, trace: RequestTrace, bounds: Bounds) -> Result:
+    """Serve the requests on the cluster's TEs by the engine, time only."""
+    from xdeepserve.platform.exact_replay import exactly
+
+    heat = None if args.heat is None else str(args.heat)
+    with working(f"replay: {len(trace.requests):,} requests on the engine"):
+        outcomes, found = exactly(cluster, trace.requests, trace.block, bounds, heat)
+    more = {"model": cluster.model, "cluster": _of(cluster), "format": trace.form, "policy": cluster.policy}
+    return outcomes, found, more
 
 
 def _asked(args: argparse.Namespace) -> Cluster:

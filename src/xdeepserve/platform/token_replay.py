@@ -8,10 +8,11 @@ pod has a short context.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from xdeepserve.engine.dp.events import Assigned, Observed
+from xdeepserve.engine.dp.events import Assigned, Observed, Sent, StepEnded
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.errors import InputError
 from xdeepserve.llm import LLM, RequestOutput
@@ -57,42 +58,68 @@ def check_lengths(requests: Sequence[TracedRequest], shrink: int, max_model_len:
         )
 
 
+class Replayed(NamedTuple):
+    """Outputs and outcomes of a trace's requests, in its order; and the TEs, each with its busy time [ns]."""
+
+    outputs: list[RequestOutput]
+    outcomes: list[Outcome]
+    names: list[str]
+    busy_ns: list[float]
+
+
+class _Watch:
+    """Notes which TEs have had a sequence, and how long each TE was busy with steps."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._index = {name: number for number, name in enumerate(names)}
+        self.first: dict[int, int] = {}  # TEs by sequence
+        self.last: dict[int, int] = {}
+        self.busy_ns = [0.0] * len(names)
+        self._until_ns = [0] * len(names)
+
+    def see(self, event: Observed) -> None:
+        """Take in an event. Steps of a TE come by their ends."""
+        match event:
+            case Assigned(seq_id=seq_id, te=te):
+                self.last[seq_id] = self._index[te]
+                self.first.setdefault(seq_id, self._index[te])
+            case Sent(seq_id=seq_id, te=te):
+                self.last[seq_id] = self._index[te]
+            case StepEnded(group=group, start_ns=start_ns, end_ns=end_ns) if group.te in self._index:
+                number = self._index[group.te]
+                self.busy_ns[number] += max(0, end_ns - max(start_ns, self._until_ns[number]))
+                self._until_ns[number] = end_ns
+
+
 def replayed(
     llm: LLM, requests: Sequence[TracedRequest], block: int, shrink: int = 1, keep_logits: bool = True
-) -> tuple[list[RequestOutput], list[Outcome], list[str]]:
-    """Serve all requests; return outputs in the order of the trace, outcomes, and the names of the TEs."""
+) -> Replayed:
+    """Serve all requests on an engine whose TEs neither come nor go."""
     check_lengths(requests, shrink, llm.engine.max_model_len)
     prompts = prompts_of(requests, block, shrink, llm.engine.plan.config.vocab_size)
     params = [
         SamplingParams(max_tokens=max(1, each.output_length // shrink), temperature=0.0, ignore_eos=True)
         for each in requests
     ]
-    names = [te.sizes.place.name for te in llm.engine.je.tes if te.sizes.place.role != "decode"]
-    order: list[int] = []  # sequences by their first TE
-    first: dict[int, str] = {}
-
-    def see(event: Observed) -> None:
-        if isinstance(event, Assigned) and event.seq_id not in first:
-            order.append(event.seq_id)
-            first[event.seq_id] = event.te
-
-    llm.engine.observe(see)
+    names = [te.plan.name for te in llm.engine.je.tes]
+    watch = _Watch(names)
+    llm.engine.observe(watch.see)
     begin = llm.virtual_ns
     arrivals = [each.at_ns for each in requests]
     outputs = llm.generate(prompts, params, keep_logits=keep_logits, arrivals_ns=arrivals)
     by_arrival = sorted(range(len(requests)), key=lambda number: arrivals[number])
-    te_of = {number: names.index(first[seq]) for number, seq in zip(by_arrival, sorted(first), strict=True)}
+    seq_of = dict(zip(by_arrival, sorted(watch.first), strict=True))
     outcomes = []
     for number, output in enumerate(outputs):
-        metrics = output.metrics
+        metrics, seq_id = output.metrics, seq_of[number]
         assert metrics is not None
         assert metrics.ttft_ns is not None
         assert metrics.last_token_ns is not None
         outcomes.append(
             Outcome(
-                te_of[number], metrics.arrival_ns - begin, metrics.ttft_ns, metrics.tpot_ns,
+                watch.last[seq_id], metrics.arrival_ns - begin, metrics.ttft_ns, metrics.tpot_ns,
                 metrics.last_token_ns - begin, len(prompts[number]), metrics.num_tokens,
-                metrics.num_cached_tokens,
+                metrics.num_cached_tokens, watch.first[seq_id],
             )
         )  # fmt: skip
-    return outputs, outcomes, names
+    return Replayed(outputs, outcomes, names, watch.busy_ns)

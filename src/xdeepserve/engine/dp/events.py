@@ -119,7 +119,8 @@ class LayerEnded(AtGroup, frozen=True):
 
 
 class Prefilled(AtGroup, frozen=True):
-    """A prompt has been computed on a prefill TE, which keeps the KV blocks until they are received."""
+    """A prompt has been computed, and its first token is there. A prefill TE keeps the KV blocks until they
+    are received."""
 
 
 class Registered(AtGroup, frozen=True):

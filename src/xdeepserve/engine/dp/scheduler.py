@@ -346,6 +346,7 @@ class Scheduler:
             seq.num_computed += share.num_tokens + result.num_accepted
             seq.drafts = result.drafts
             seq.num_scored += share.num_prompt_rows
+            begins = share.ends and len(seq.token_ids) == seq.num_prompt
             if share.ends:
                 seq.token_ids += [row.token_id for row in result.rows if not row.is_prompt]
             if self.steps.caches_prefixes:
@@ -359,6 +360,8 @@ class Scheduler:
                 self.remove(seq)
             elif share.ends and self.steps.role == "prefill":
                 self.handover.send(seq)
+            elif begins:
+                self.tell(events.Prefilled(seq.seq_id, self.group))
         if step.ticket is not None:
             self.rtc.end_step(step.ticket)
 

@@ -213,7 +213,7 @@ class JobExecutor:
                 self._begin_layers(event)
             case events.LayerEnded(layer=layer) if transfer is not None and transfer.stage == "by layer":
                 transfer.end_layer(layer)
-            case events.Prefilled(group=group):
+            case events.Prefilled(group=group) if self._te(group).sizes.place.role == "prefill":
                 self._prefilled(self._jobs[event.seq_id], group)
             case events.Given(group=group) if transfer is not None and transfer.stage == "registered":
                 transfer.offer(self._group(group))
