@@ -21,7 +21,7 @@ from xdeepserve import LLM
 from xdeepserve.hw.spec import Spec
 from xdeepserve.llm import digest
 from xdeepserve.model.presets import resolve_model
-from xdeepserve.platform.auto_scaler import ScaleBounds
+from xdeepserve.engine.balance.auto_scaler import ScaleBounds
 from xdeepserve.platform.cluster import (
     Cluster,
     ClusterTE,

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from xdeepserve import LLM, SamplingParams
+from xdeepserve.engine.balance.auto_scaler import SCALING
 from xdeepserve.engine.balance.dp import GroupStatus, next_of_all, next_open, two_level
 from xdeepserve.engine.balance.eplb import Slots, by_slices, by_totals
 from xdeepserve.engine.deploy.deployment import Deployment
@@ -20,7 +21,6 @@ from xdeepserve.engine.dp.preemption import Running, last, least_computed
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.sequence import Queued, by_arrival, shortest_first
 from xdeepserve.errors import DeploymentError, XDeepServeError
-from xdeepserve.platform.auto_scaler import SCALING
 
 TABLES = {**BY_SETTING, "scale.policy": SCALING}
 HERE = "tests.engine.test_policies"

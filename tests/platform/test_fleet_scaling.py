@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from tests.platform.tools import LIMITS, PRICE, small
+from xdeepserve.engine.balance.auto_scaler import ScaleBounds
 from xdeepserve.errors import XDeepServeError
-from xdeepserve.platform.auto_scaler import ScaleBounds
 from xdeepserve.platform.fleet import Fleet
 from xdeepserve.platform.fleet_scaling import FleetScaler, alone_ns
 from xdeepserve.platform.fleet_words import FleetTE

@@ -492,7 +492,7 @@ def test_a_cluster_is_served_by_the_engine_with_the_same_report(
         ("[roles]", "", ["--exact"], r"the engine's TEs stay as they are: without [roles]"),
         ("", 'acceptance = 0.5', ["--exact"], "[[te]] 2: acceptance must be that of the first"),
         ("", "scheduler.max_num_seqs = 4", [], "scheduler.max_num_seqs stands in [[te]] itself"),
-        ("", 'scheduler.admission = "decode"', [], "scheduler.admission: TEs at the grain of a step do without"),
+        ("", 'scheduler.admission = "decode"', [], "scheduler.admission: TEs at the grain of a step"),
         ("", "o_proj_tp = 3", [], "o_proj_tp"),
     ],
 )  # fmt: skip

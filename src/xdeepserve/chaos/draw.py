@@ -52,6 +52,8 @@ POOL_PARTS: Sequence[tuple[Place, int]] = (
 NUM_PAGES = 40  # that the memory of any die has: metadata, weights
 WITH_KV = ("weights/norm", "weights/layers.0.wo", "sampled/0", "num_accepted/0", "hidden", "block_tables")
 FAILOVER = ("recovery.failover=true", "recovery.max_restarts=9")
+ELASTIC = ("scale.least=0", "scale.most=3", "scale.warm=3", "scale.every_s=0.002", "scale.up_s=0.001")
+CALM = ("scale.calm_s=0.005", "scale.down_s=0.004")
 KNOBS: Sequence[tuple[str, ...]] = (
     ("mtp=1",),
     ("mtp=2",),
@@ -95,6 +97,9 @@ def draw(seed: int, deployments: Sequence[str], config: ModelConfig) -> FaultSch
     rng = random.Random(f"chaos failover {seed}")
     if rng.random() < 0.3:
         settings += (*FAILOVER, f"recovery.spare_dies={rng.choice((0, 0, 1, 3))}")
+    rng = random.Random(f"chaos scale {seed}")
+    if rng.random() < 0.3 and deployment in ("monolithic", "colocated", "moe-attention"):
+        settings += (*ELASTIC, *CALM)
     for (_, kind), rule in RULES.items():
         rng = random.Random(f"chaos {rule.chaos} {seed}")
         if rule.chaos and rng.random() < 0.3:

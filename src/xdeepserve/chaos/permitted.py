@@ -38,6 +38,7 @@ def permits_errors(schedule: FaultSchedule, plan: PodPlan) -> bool:
     - lost clients of expert servers, if there are other clients
     - a broken part of the memory pool, because requests without its answer compute
 
+    Where TEs come as load does, errors are permitted only if a link is down, which another TE may then need.
     With failover, errors are permitted only if the remaining dies are too few for a TE of each role, or if a
     link is down that KV may then need.
     """
@@ -46,6 +47,8 @@ def permits_errors(schedule: FaultSchedule, plan: PodPlan) -> bool:
     leaving = {each.server for each in moves if each.what == "remove server" and each.server is not None}
     if _may_fail_sequences(faults, plan):
         return True
+    if plan.deployment.scale is not None:  # another TE comes, on other dies
+        return any(fault.kind in ("down", "flipped") and fault.link is not None for fault in faults)
     if plan.deployment.recovery.failover:
         return _is_beyond_failover(faults, plan)
     whole = [te for te in tes if not _is_broken(te, faults, leaving)]

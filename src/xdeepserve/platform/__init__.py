@@ -3,8 +3,7 @@
 - `traces`: requests of public traces, and `made_traffic`, a seeded generator with adjustable statistics
 - `step_te`, `step_group`, `fleet`: TEs at the grain of a step, by the engine's TE-shell and schedulers on DP
   groups without dies, and requests on their way to them
-- `auto_scaler`, `scale_up`, `fleet_scaling`: the number of TEs that a load needs, the cost of a new TE, and
-  growth and shrinking
+- `scale_up`, `fleet_scaling`: the cost of a new TE, and growth and shrinking by the engine's AutoScaler
 - `role_ratio`, `fleet_roles`: the numbers of prefill and decode TEs, and changes of roles
 - `token_replay`: the same requests, with tokens, through the engine
 """

@@ -29,6 +29,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from xdeepserve.engine.balance.auto_scaler import ScaleBounds
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import (
     Attention,
@@ -50,7 +51,6 @@ from xdeepserve.hw.spec import Spec
 from xdeepserve.model.cache_layout import entries_nbytes
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.presets import resolve_model
-from xdeepserve.platform.auto_scaler import ScaleBounds
 from xdeepserve.platform.fleet import Fleet
 from xdeepserve.platform.fleet_pool import FleetPool
 from xdeepserve.platform.fleet_roles import FleetRoles

@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from xdeepserve.platform.auto_scaler import SCALING, ScaleBounds, ScaleLook, ScaleState, ScalingPolicy
+from xdeepserve.engine.balance.auto_scaler import SCALING, ScaleBounds, ScaleLook, ScaleState, ScalingPolicy
 from xdeepserve.platform.fleet import Fleet
 from xdeepserve.platform.fleet_words import FleetTE, ServedRequest
 from xdeepserve.platform.scale_up import ScaleUp

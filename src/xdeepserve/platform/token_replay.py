@@ -70,23 +70,31 @@ class Replayed(NamedTuple):
 class _Watch:
     """Notes which TEs have had a sequence, and how long each TE was busy with steps."""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self._index = {name: number for number, name in enumerate(names)}
+    def __init__(self) -> None:
+        self.names: list[str] = []
         self.first: dict[int, int] = {}  # TEs by sequence
         self.last: dict[int, int] = {}
-        self.busy_ns = [0.0] * len(names)
-        self._until_ns = [0] * len(names)
+        self.busy_ns: list[float] = []
+        self._until_ns: list[int] = []
+
+    def number_of(self, te: str) -> int:
+        """Return the number of a TE; a new one for a TE that has come since."""
+        if te not in self.names:
+            self.names.append(te)
+            self.busy_ns.append(0.0)
+            self._until_ns.append(0)
+        return self.names.index(te)
 
     def see(self, event: Observed) -> None:
         """Take in an event. Steps of a TE come by their ends."""
         match event:
             case Assigned(seq_id=seq_id, te=te):
-                self.last[seq_id] = self._index[te]
-                self.first.setdefault(seq_id, self._index[te])
+                self.last[seq_id] = self.number_of(te)
+                self.first.setdefault(seq_id, self.number_of(te))
             case Sent(seq_id=seq_id, te=te):
-                self.last[seq_id] = self._index[te]
-            case StepEnded(group=group, start_ns=start_ns, end_ns=end_ns) if group.te in self._index:
-                number = self._index[group.te]
+                self.last[seq_id] = self.number_of(te)
+            case StepEnded(group=group, start_ns=start_ns, end_ns=end_ns):
+                number = self.number_of(group.te)
                 self.busy_ns[number] += max(0, end_ns - max(start_ns, self._until_ns[number]))
                 self._until_ns[number] = end_ns
 
@@ -94,15 +102,16 @@ class _Watch:
 def replayed(
     llm: LLM, requests: Sequence[TracedRequest], block: int, shrink: int = 1, keep_logits: bool = True
 ) -> Replayed:
-    """Serve all requests on an engine whose TEs neither come nor go."""
+    """Serve all requests on an engine."""
     check_lengths(requests, shrink, llm.engine.max_model_len)
     prompts = prompts_of(requests, block, shrink, llm.engine.plan.config.vocab_size)
     params = [
         SamplingParams(max_tokens=max(1, each.output_length // shrink), temperature=0.0, ignore_eos=True)
         for each in requests
     ]
-    names = [te.plan.name for te in llm.engine.je.tes]
-    watch = _Watch(names)
+    watch = _Watch()
+    for te in llm.engine.je.tes:
+        watch.number_of(te.plan.name)
     llm.engine.observe(watch.see)
     begin = llm.virtual_ns
     arrivals = [each.at_ns for each in requests]
@@ -122,4 +131,4 @@ def replayed(
                 metrics.num_cached_tokens, watch.first[seq_id],
             )
         )  # fmt: skip
-    return Replayed(outputs, outcomes, names, watch.busy_ns)
+    return Replayed(outputs, outcomes, watch.names, watch.busy_ns)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 import os
 import re
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import msgspec
 from msgspec import field
 
 from xdeepserve.comm import exchange_choices
+from xdeepserve.engine.balance.auto_scaler import ScaleBounds
 from xdeepserve.engine.deploy.policies import (
     ADMISSION,
     DECODE,
@@ -449,6 +450,14 @@ class PipelineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = False
 
 
+class ScaleConfig(ScaleBounds, frozen=True, forbid_unknown_fields=True):
+    """TEs that come and go as load does (DeepServe 6), where TEs do both prefill and decode."""
+
+    FEWEST: ClassVar[int] = 0
+
+    warm: Annotated[Natural, "TEs that are pre-warmed: dies and processes, without weights"] = 0
+
+
 class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Sizes of a pod. `resolve` makes one from a preset or a file, and `fit` checks it against a model."""
 
@@ -526,5 +535,6 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     hardware: HardwareConfig = HardwareConfig()
     health: HealthConfig = HealthConfig()
     recovery: RecoveryConfig = RecoveryConfig()
+    scale: ScaleConfig | None = None
     ems: EmsConfig = EmsConfig()
     execution: ExecutionConfig | None = None  # None: a host that costs nothing

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from xdeepserve.engine.deploy.deployment import Deployment, PipelineConfig
 from xdeepserve.engine.deploy.policies import BY_SETTING
+from xdeepserve.engine.deploy.roles import DEPLOYMENTS
 from xdeepserve.engine.deploy.rules import EXCLUDED, LOCKSTEP, of_single_settings, refused, room_for_replicas
 from xdeepserve.engine.deploy.settings import given
 from xdeepserve.engine.deploy.teams import TEDies, num_routed_experts
@@ -38,6 +39,7 @@ def reasons_against(d: Deployment, config: ModelConfig) -> list[str]:
         *_against_drafts(d, config),
         *_against_replicas(d, config),
         *_against_health(d),
+        *_against_scale(d),
         *_against_pool(d),
     ]
 
@@ -119,6 +121,18 @@ def _against_health(d: Deployment) -> list[str]:
         reasons.append(f"health needs suspect_s < lost_s, found suspect_s={suspect}, lost_s={lost}")
     if beat >= shell_lost:
         reasons.append(f"health needs beat_s < shell_lost_s, found beat_s={beat}, shell_lost_s={shell_lost}")
+    return reasons
+
+
+def _against_scale(d: Deployment) -> list[str]:
+    if d.scale is None:
+        return []
+    roles = {row.role for row in DEPLOYMENTS[d.kind]} if d.te is None else {te.role for te in d.te}
+    reasons = d.scale.wrong()
+    if roles != {"both"} or len(d.te or ()) > 1:
+        reasons.append("scale is for TEs of one kind that do both prefill and decode")
+    if d.experts is not None and d.experts.transport != "pod":
+        reasons.append("scale: with expert servers that are processes there is one TE")
     return reasons
 
 

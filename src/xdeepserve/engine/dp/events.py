@@ -318,6 +318,18 @@ class ReplicasChanged(Observed, frozen=True):
         return f"{self.te} uses other replicas of experts: {slots} changed"
 
 
+class TEsWanted(Observed, frozen=True):
+    """The AutoScaler wants another number of TEs than there are, or one that should have come could not."""
+
+    kind: ClassVar[str] = "scale"
+    num_tes: int
+    reason: str
+
+    @property
+    def said(self) -> str:
+        return f"{'one TE is' if self.num_tes == 1 else f'{self.num_tes} TEs are'} wanted: {self.reason}"
+
+
 class FailoverEnded(Observed, frozen=True):
     """A lost TE's replacement is no longer awaited; `reason` says why none comes, if so."""
 

@@ -8,7 +8,7 @@ the requests that none of them can serve yet.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from functools import partial
 from typing import NamedTuple
@@ -65,18 +65,26 @@ def ask_suspects(tes: Iterable[TE]) -> None:
 
 
 class Unplaced:
-    """Requests, in order, that no TE can serve while another is on its way; `is_open` while one may come.
+    """Requests, in order, that no TE can serve while another may come.
 
-    With each is the role of the TE that it comes from, or None.
+    One may while it `is_awaited`, in the place of a lost one, and where TEs come as load does, which
+    `is_elastic`. With each request is the role of the TE that it comes from, or None.
     """
 
     def __init__(self) -> None:
-        self.is_open = False
+        self.is_awaited = self.is_elastic = False
+        self.on_take: Callable[[], None] = lambda: None
         self._requests: list[tuple[list[Sequence], Role | None]] = []
 
     def take(self, seqs: Seq[Sequence], role: Role | None) -> None:
         """Queue the choices of a request, or its remaining ones."""
         self._requests.append((list(seqs), role))
+        self.on_take()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a TE may come that could serve the requests."""
+        return self.is_awaited or self.is_elastic
 
     def let_go(self) -> list[tuple[list[Sequence], Role | None]]:
         """Empty the queue and return the requests that waited."""

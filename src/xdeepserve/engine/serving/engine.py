@@ -122,6 +122,8 @@ class Engine:
         for outside in self.plan.outside:
             await outside.start(self._hear)
         self._group.control_plane.start()
+        if self._group.elastic is not None:
+            self._group.elastic.start()
         if (period_s := self.plan.deployment.health.link_probe_s) is not None:
             self.je.probe_links(round(1e9 * period_s))
         if self._warms_up:

@@ -40,6 +40,7 @@ class Joining:
     ) -> None:
         self._plan, self._je, self._make, self._on_joined = plan, je, make, on_joined
         self.loading: list[TE] = []
+        self.warm: list[TE] = []  # pre-warmed, the next to come first
         self._processes: list[asyncio.Task[str]] = []
         self._end: str | None = None  # why nobody can join any more
 
@@ -71,8 +72,8 @@ class Joining:
                 raise
             raise XDeepServeError(f"no TE of role {role} can join: {self._end}") from None
 
-    async def join(self, role: Role, dies: list[int], kept: KeptKV | None) -> str:
-        """Add a TE on given dies, with the KV kept on them, and return its name; for callers that are
+    async def join(self, role: Role, dies: list[int] | None = None, kept: KeptKV | None = None) -> str:
+        """Add a TE, on given dies with the KV kept on them, and return its name; for callers that are
         processes of the pod."""
         joining = self._begin(role, "auto", dies, kept)
         try:
@@ -80,6 +81,23 @@ class Joining:
         except asyncio.CancelledError:
             raise XDeepServeError(f"no TE of role {role} can join: {self._end}") from None
         return joining.result()
+
+    def prewarm(self, role: Role) -> None:
+        """Prepare a TE like the first of its role, with dies and memory and without weights."""
+        plan = self._plan.add(role)
+        try:
+            self._plan.materialise([plan])
+            self.warm.append(self._make(plan))
+        except BaseException:
+            self._plan.release(plan)
+            raise
+
+    def release_warm(self) -> None:
+        """Give back the dies of TEs that are pre-warmed."""
+        warm, self.warm = self.warm, []
+        for te in warm:
+            te.close()
+            self._plan.release(te.plan)
 
     def _begin(
         self, role: Role, source: Source, dies: list[int] | None = None, kept: KeptKV | None = None
@@ -90,11 +108,16 @@ class Joining:
         return joining
 
     async def _join(self, role: Role, source: Source, dies: list[int] | None, kept: KeptKV | None) -> str:
-        plan = self._plan.add(role, dies)
         te: TE | None = None
+        if dies is None and self.warm:
+            te = self.warm.pop(0)
+            plan = te.plan
+        else:
+            plan = self._plan.add(role, dies)
         try:
-            self._plan.materialise([plan])
-            te = self._make(plan)
+            if te is None:
+                self._plan.materialise([plan])
+                te = self._make(plan)
             te.load()
             self.loading.append(te)
             await self._plan.bring(plan, source, self._ready_plans, te.repairs.mend)

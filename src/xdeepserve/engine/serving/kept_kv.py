@@ -34,7 +34,7 @@ class KeptGroup(NamedTuple):
 
 
 class KeptKV:
-    """Cached blocks of the DP groups of a TE, by the groups' dies; taken before the TE is given up."""
+    """Cached blocks of a TE's DP groups, by the groups' dies; taken before the TE is given up."""
 
     def __init__(self, pod: Pod, te: TE) -> None:
         self._pod = pod
@@ -61,7 +61,7 @@ class KeptKV:
         ]
 
     def drop(self, dies: Collection[int]) -> None:
-        """Forget what groups with some of these dies have kept."""
+        """Drop the KV of groups that have some of these dies."""
         self._groups = {own: kept for own, kept in self._groups.items() if set(own).isdisjoint(dies)}
 
     def in_order(self, dies: Iterable[int]) -> list[int]:

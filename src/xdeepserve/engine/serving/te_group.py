@@ -25,6 +25,7 @@ from xdeepserve.engine.recovery.ladder import (
 )
 from xdeepserve.engine.serving.control_plane import ControlPlane
 from xdeepserve.engine.serving.counters import Counters
+from xdeepserve.engine.serving.elastic import Elastic
 from xdeepserve.engine.serving.failover import Failover, what_helps
 from xdeepserve.engine.serving.joining import FAILED, Joining, until_unused
 from xdeepserve.engine.serving.kept_kv import KeptKV
@@ -67,6 +68,8 @@ class TEGroup:
         for te in plan.tes:
             je.tes.append(self._make(te))
         self.control_plane = ControlPlane(plan.pod, plan.deployment.health, lambda: je.tes, self.fail)
+        scale = plan.deployment.scale
+        self.elastic = None if scale is None else Elastic(plan.pod.clock, je, self, scale, self.fail)
         plan.pod.memories.on_silence[self] = self._find_lost
         plan.pod.fabric.on_report[self] = self._hear_report
 
@@ -234,13 +237,33 @@ class TEGroup:
         leaving."""
         self.control_plane.end()
         self.end("the engine has been stopped")
-        await asyncio.gather(*self.joining.processes, *self._leaving, *self._moving, return_exceptions=True)
+        under_way = [*self.joining.processes, *self._leaving, *self._moving]
+        if self.elastic is not None:
+            under_way += self.elastic.processes
+        await asyncio.gather(*under_way, return_exceptions=True)
+        self.joining.release_warm()
         self._plan.pod.memories.on_silence.pop(self, None)
         self._plan.pod.fabric.on_report.pop(self, None)
+
+    # ---- TEs that come and go as load does ----------------------------------------------------------
+
+    async def prewarm(self) -> None:
+        """Prepare a TE without weights, which the next one to come adopts; from within a process."""
+        self.joining.prewarm("both")
+
+    async def bring(self) -> str:
+        """Bring a TE, a pre-warmed one if there is one, and return its name; from within a process."""
+        return await self.joining.join("both")
+
+    async def send_away(self, name: str) -> None:
+        """Have a TE leave when its work has ended; from within a process."""
+        await self.part_with(name, moves_out=False)
 
     def end(self, why: str) -> None:
         """Forbid joining and leaving; calls that wait for an expert server's move fail with `why`."""
         self._end = self._end or why
+        if self.elastic is not None:
+            self.elastic.end()
         self.joining.end(why)
         for moving in self._moving:
             moving.cancel()
@@ -260,7 +283,7 @@ class TEGroup:
         if te.life != "ready":
             raise RequestError(f"TE {name} cannot leave: it is {te.life}", param="te")
         ready = self._je.tes.ready("both", "prefill", "decode")
-        if not can_serve(other for other in ready if other is not te):
+        if not (self._je.unplaced.is_elastic or can_serve(other for other in ready if other is not te)):
             role = "" if te.sizes.place.role == "both" else f" for {te.sizes.place.role}"
             is_only = self._je.tes.ready(te.sizes.place.role) == [te]
             reason = f"it is the only one{role}" if is_only else "the others could not serve without it"
@@ -377,12 +400,13 @@ class TEGroup:
 
     def _replace(self, te: TE, failover: Failover, kept: KeptKV | None, loss: Loss) -> None:
         """Give up a TE, whose requests wait for another one if they must, and start to replace it."""
-        was_open, self._je.unplaced.is_open = self._je.unplaced.is_open, True
+        unplaced = self._je.unplaced
+        was_awaited, unplaced.is_awaited = unplaced.is_awaited, True
         try:
             self._give_up(te, loss.reason)
             failover.begin(te.plan, kept, loss.reason)
         except Exception:
-            self._je.unplaced.is_open = was_open  # else requests would wait for a TE that never comes
+            unplaced.is_awaited = was_awaited  # else requests would wait for a TE that never comes
             raise
 
     def _needs(self, te: TE | None, loss: Loss) -> str | None:
@@ -469,7 +493,7 @@ class TEGroup:
 
     def _end_failover(self, error: XDeepServeError | None) -> None:
         """End a failover: waiting sequences are assigned to a TE, or fail if none can serve."""
-        self._je.unplaced.is_open = False
+        self._je.unplaced.is_awaited = False
         self._je.tell(FailoverEnded(None if error is None else str(error)))
         if error is None:
             self._je.place_waiting()

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Annotated, Final, NamedTuple, TypeAlias
+from typing import Annotated, ClassVar, Final, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -27,8 +27,8 @@ from xdeepserve.errors import InputError
 
 SCALING: Final = Policies(
     "how the wanted number of TEs follows load and missed service levels",
-    "platform.auto_scaler.ScalingPolicy",
-    {"load": Policy("xdeepserve.platform.auto_scaler:next_wanted", "three levels of load, see above")},
+    "engine.balance.auto_scaler.ScalingPolicy",
+    {"load": Policy("xdeepserve.engine.balance.auto_scaler:next_wanted", "three levels of load, see above")},
 )
 Scaling: TypeAlias = Annotated[str, SCALING.meta]
 PART = 4  # where the service level is missed: one more for each so many that there are
@@ -37,24 +37,28 @@ PART = 4  # where the service level is missed: one more for each so many that th
 class ScaleBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Bounds of the number of TEs and of their load, and times between changes."""
 
-    least: int = 1
-    most: int = 64
-    low: float = 0.4
-    aim: float = 0.5
-    high: float = 0.8
-    within: float = 0.9  # of requests that are to keep their bounds
-    every_s: float = 1.0  # between two looks
-    up_s: float = 2.0  # load is high, or the level missed, at every look for so long before more come
-    down_s: float = 60.0  # and as low as it has to be before one goes
-    calm_s: float = 10.0  # after a change, before another
-    forget_s: float = 600.0  # after it was missed, before it counts no more that it was
+    FEWEST: ClassVar[int] = 1  # that `least` may be
+
+    least: Annotated[int, "TEs, at least"] = 1
+    most: Annotated[int, "TEs, at most"] = 64
+    low: Annotated[float, "a TE goes if the others then have at most this load"] = 0.4
+    aim: Annotated[float, "load of a TE after others have come"] = 0.5
+    high: Annotated[float, "load of a TE above which more TEs come"] = 0.8
+    within: Annotated[float, "share of requests that are to keep their bounds"] = 0.9
+    every_s: Annotated[float, "between two looks"] = 1.0
+    up_s: Annotated[float, "so long load is high, or the level missed, before more TEs come"] = 2.0
+    down_s: Annotated[float, "so long load is as low as it has to be before a TE goes"] = 60.0
+    calm_s: Annotated[float, "after a change, before another"] = 10.0
+    forget_s: Annotated[float, "so long it counts that the level was missed"] = 600.0
     policy: Scaling = "load"
 
     def wrong(self) -> list[str]:
         """List every contradiction in the bounds."""
         found = []
-        if not 1 <= self.least <= self.most <= 4096:
-            found.append(f"scale: 1 <= least <= most <= 4096, found {self.least} and {self.most}")
+        if not self.FEWEST <= self.least <= self.most <= 4096:
+            found.append(f"scale: {self.FEWEST} <= least <= most <= 4096, found {self.least} and {self.most}")
+        if not self.most >= 1:
+            found.append(f"scale: most must be at least 1, found {self.most}")
         if not 0 < self.low <= self.aim < self.high <= 10:
             found.append(f"scale: 0 < low <= aim < high, found {self.low:g}, {self.aim:g}, {self.high:g}")
         if not 0 <= self.within <= 1:
@@ -128,6 +132,8 @@ def next_wanted(before: ScaleState, look: ScaleLook, bounds: ScaleBounds) -> Sca
 
     if there < bounds.least:
         return changed(bounds.least, f"{there} of at least {bounds.least} TEs are there")
+    if not there:
+        return changed(1, "requests wait, and no TE is there") if look.load else state
     if look.at_s - state.changed_s < bounds.calm_s:
         return state
     each = look.load / there
@@ -140,9 +146,8 @@ def next_wanted(before: ScaleState, look: ScaleLook, bounds: ScaleBounds) -> Sca
             state = msgspec.structs.replace(state, needed=wanted, missed_s=look.at_s, missed_load=look.load)
             return changed(wanted, f"requests are late, load of a TE {each:.2f}")
     if state.enough < there and _is_old(state.low_since, look, bounds.down_s):
-        return changed(
-            state.enough, f"load of a TE {look.load / state.enough:.2f} without {there - state.enough}"
-        )
+        load = f"load of a TE {look.load / state.enough:.2f}" if state.enough else "no load"
+        return changed(state.enough, f"{load} without {there - state.enough}")
     return state
 
 

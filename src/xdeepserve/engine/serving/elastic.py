@@ -1,0 +1,177 @@
+"""TEs of an engine that come and go as the AutoScaler decides (DeepServe 6); from none, too.
+
+The AutoScaler (`balance/auto_scaler.py`) looks each `every_s` of virtual time. A TE comes in five steps: a
+pod is found, processes are started, weights come, a dummy request is served, job executors hear of it.
+Pre-warmed TEs have the first two behind them: dies and processes, without weights. For each that is taken
+another one is started. A TE that goes finishes its requests first. Without any TE a request waits for the
+first one, which comes at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from xdeepserve.engine.balance.auto_scaler import SCALING, ScaleLook, ScaleState, ScalingPolicy
+from xdeepserve.engine.deploy.deployment import ScaleConfig
+from xdeepserve.engine.dp.events import TEsWanted
+from xdeepserve.engine.job.executor import JobExecutor
+from xdeepserve.engine.te.te import TE
+from xdeepserve.errors import DeploymentError, XDeepServeError
+from xdeepserve.hw.clock import Clock, Hears
+from xdeepserve.hw.spec import Param
+
+
+class StartCosts(msgspec.Struct, frozen=True, kw_only=True):
+    """Costs of starting a pod and its processes, beyond the timing model of a die."""
+
+    pod: Param = Param(20.0, "s", "assumed: a container is placed and started; DS Table 2: slow")
+    warm_pod: Param = Param(0.1, "s", "assumed: a pod that runs is given away")
+    start: Param = Param(46.0, "s", "assumed: imports, NPU and HCCL one after another; DS 6.1: most of all")
+    start_saved: Param = Param(0.35, "ratio", "DS 6.1: late imports and parallel initialisation")
+    warm_te: Param = Param(0.1, "s", "assumed: a TE without a model gets its name and layout")
+
+    @property
+    def cold_s(self) -> float:
+        """Time [s] until a pod and processes run that nobody had prepared."""
+        return self.pod.value + self.start.value * (1 - self.start_saved.value)
+
+    @property
+    def warm_s(self) -> float:
+        """Time [s] until a pre-warmed TE can load weights."""
+        return self.warm_pod.value + self.warm_te.value
+
+
+COSTS: Final = StartCosts()
+MAX_FAILED: Final = (
+    8  # TEs in a row that could not come, for instance because their dies were lost on the way
+)
+
+
+class ElasticTEs(Protocol):
+    """Calls made by Elastic on the TEs of an engine, all from within processes of the pod."""
+
+    async def prewarm(self) -> None: ...
+
+    async def bring(self) -> str: ...
+
+    async def send_away(self, name: str) -> None: ...
+
+
+class Elastic:
+    """Makes the number of an engine's TEs follow their load. `hears` is told of an error of its processes."""
+
+    def __init__(
+        self, clock: Clock, je: JobExecutor, tes: ElasticTEs, config: ScaleConfig, hears: Hears
+    ) -> None:
+        self._clock, self._je, self._tes, self._config, self._hears = clock, je, tes, config, hears
+        self._next: ScalingPolicy = SCALING.function(config.policy)
+        self._state = ScaleState(len(je.tes))
+        self._num_warm = self._num_asked = self._num_failed = 0
+        self._coming: dict[int, bool] = {}  # TEs on their way, by number: whether they may be called off
+        self._is_over = False
+        self.processes: list[asyncio.Task[None]] = []
+        je.unplaced.is_elastic = True
+        je.unplaced.on_take = self._wake
+
+    def start(self) -> None:
+        """Pre-warm TEs, and look from now on."""
+        for _ in range(self._config.warm):
+            self._detach(self._warm(), "a TE that is pre-warmed")
+        self._look_later()
+
+    def end(self) -> None:
+        """Look no more; nothing that is on its way comes."""
+        self._is_over = True
+        self._je.unplaced.is_elastic = False
+        for process in self.processes:
+            process.cancel()
+
+    def _look_later(self) -> None:
+        self._clock.at(self._clock.now + round(1e9 * self._config.every_s), self._look_again, self._hears)
+
+    async def _look_again(self) -> None:
+        if not self._is_over:
+            self._look_later()
+            self._look()
+
+    def _wake(self) -> None:
+        """Look at once: a request waits for a TE."""
+        if not (self._is_over or self._coming or self._je.tes.ready("both")):
+            self._look()
+
+    def _look(self) -> None:
+        ready = self._je.tes.ready("both")
+        load = sum(map(load_of, ready)) + len(self._je.unplaced)
+        seen = ScaleLook(self._clock.now / 1e9, load, len(ready), len(self._coming))
+        before, self._state = self._state, self._next(self._state, seen, self._config)
+        more = self._state.wanted - seen.serving - seen.coming
+        if self._state.changed_s == before.changed_s or not more:
+            return
+        self._je.tell(TEsWanted(self._state.wanted, self._state.reason))
+        for _ in range(more):
+            self._coming[self._num_asked] = True
+            self._detach(self._bring(self._num_asked), "a TE that comes")
+            self._num_asked += 1
+        for number in [number for number in reversed(self._coming) if self._coming[number]][: max(0, -more)]:
+            del self._coming[number]
+            more += 1
+        for te in sorted(ready, key=lambda te: (te.num_sequences, -te.sizes.place.first_die))[
+            : max(0, -more)
+        ]:
+            self._detach(self._tes.send_away(te.plan.name), f"{te.plan.name} that goes")
+
+    def _detach(self, work: Coroutine[Any, Any, object], name: str) -> None:
+        """Run work as a process; if it is impossible, tell why, and let later looks try again."""
+
+        async def run() -> None:
+            try:
+                await work
+            except XDeepServeError as error:
+                self._je.tell(TEsWanted(self._state.wanted, f"{name}: {error}"))
+                self._num_failed += 1
+                if isinstance(error, DeploymentError) or self._num_failed > MAX_FAILED:
+                    self._end_waits(error)
+                elif len(self._je.unplaced):
+                    self._wake()
+
+        process = self._clock.detach(run(), name, self._hears)
+        self.processes = [*(each for each in self.processes if not each.done()), process]
+
+    async def _bring(self, number: int) -> None:
+        """Bring a TE, unless it is called off: a pre-warmed one if there is one, and then start another."""
+        is_warm = self._num_warm > 0
+        self._num_warm -= is_warm
+        await self._clock.sleep(round(1e9 * (COSTS.warm_s if is_warm else COSTS.cold_s)))
+        if number not in self._coming:
+            self._num_warm += is_warm
+            return
+        self._coming[number] = False
+        if is_warm:
+            self._detach(self._warm(COSTS.cold_s), "a TE that is pre-warmed")
+        try:
+            await self._tes.bring()
+        finally:
+            del self._coming[number]
+        self._num_failed = 0
+
+    async def _warm(self, seconds: float = 0.0) -> None:
+        await self._clock.sleep(round(1e9 * seconds))
+        await self._tes.prewarm()
+        self._num_warm += 1
+
+    def _end_waits(self, error: XDeepServeError) -> None:
+        """End the requests that wait, if no TE is there or coming."""
+        if not (self._coming or any(te.is_running for te in self._je.tes)):
+            for seqs, _ in self._je.unplaced.let_go():
+                for seq in seqs:
+                    seq.on_failed(XDeepServeError(f"no TE could be brought up for this request: {error}"))
+
+
+def load_of(te: TE) -> float:
+    """Return a TE's load: 1 if its KV or its places are taken; more if requests wait for places."""
+    places = sum(group.steps.max_seqs for group in te.groups)
+    return max(te.kv_load, te.num_sequences / places)

@@ -1,0 +1,136 @@
+"""TEs that come and go as load does, from none, too: the same bits, whatever is lost meanwhile."""
+
+import random
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from tests.engine.remains import check_nothing_is_left, settled
+from tests.tools import one_die
+from xdeepserve import LLM, SamplingParams
+from xdeepserve.engine.build import PodPlan
+from xdeepserve.engine.dp.events import TEChanged, TEsWanted
+from xdeepserve.engine.serving import elastic
+from xdeepserve.engine.serving.elastic import StartCosts
+from xdeepserve.errors import DeploymentError, XDeepServeError
+from xdeepserve.history import History, serve
+from xdeepserve.hw.spec import Param
+from xdeepserve.llm import digest
+from xdeepserve.model.presets import TinyCheckpoint
+
+PARAMS = SamplingParams(max_tokens=16, temperature=0.7, seed=3, ignore_eos=True)
+PROMPTS = [[7 * i + j for j in range(20 + i)] for i in range(20)]
+QUICK = ("scale.every_s=2e-4", "scale.up_s=2e-4", "scale.calm_s=5e-4", "scale.down_s=0.05")
+FROM_NONE = (
+    *("scale.least=0", "scale.most=4", "scale.warm=1", *QUICK),
+    *("scheduler.max_num_seqs=4", "max_model_len=64"),
+)
+BURST_S = [0.0, *(2 + 1e-4 * i for i in range(18)), 9.0]  # after silence, and a last one after silence
+FAST = StartCosts(
+    pod=Param(4e-3, "s", "a test"), warm_pod=Param(1e-4, "s", "a test"),
+    start=Param(4e-3, "s", "a test"), warm_te=Param(1e-4, "s", "a test"),
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def fast_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pods and processes start in milliseconds: a tiny model has answered a burst before others are there."""
+    monkeypatch.setattr(elastic, "COSTS", FAST)
+
+
+def in_service(changes: list[TEChanged]) -> list[int]:
+    """How many TEs take requests, from the first on, after each change."""
+    counts = [1]
+    for change in changes:
+        counts.append(counts[-1] + (change.life == "ready") - (change.life in ("draining", "lost")))
+    return counts
+
+
+@pytest.mark.parametrize("deployment", ["monolithic", "colocated", "moe-attention"])
+def test_a_burst_after_silence_brings_tes_from_none_and_they_go_again(deployment: str) -> None:
+    arrivals = tuple(round(1e9 * s) for s in BURST_S)
+    sized = {"monolithic": (), "colocated": ("dies=2",), "moe-attention": ("attention.dies=1",)}[deployment]
+    history = History(deployment, (*FROM_NONE, *sized), PROMPTS, PARAMS, arrivals_ns=arrivals)
+    run = serve(history, hears=(TEChanged, TEsWanted))
+    assert run.digest == digest(one_die(PROMPTS, PARAMS, "int8"))
+    counts = in_service(run.of(TEChanged))
+    assert counts[0] == 1
+    assert counts.count(0) >= 2  # before the burst, and after it
+    assert max(counts) >= 2
+    wanted = [each.num_tes for each in run.of(TEsWanted)]
+    assert min(wanted) == 0
+    assert all(a != b for a, b in pairwise(wanted))
+    metrics = [output.metrics for output in run.outputs]
+    first, last = (metrics[number].ttft_ns / 1e9 for number in (1, -1))
+    assert FAST.warm_s < first < FAST.warm_s + 0.01  # it was pre-warmed, and so is the one after it
+    assert FAST.warm_s < last < FAST.warm_s + 0.01
+
+
+@pytest.mark.thin(4)
+@pytest.mark.parametrize("seed", range(12))
+def test_dies_lost_while_tes_come_and_go_cost_no_bit(tiny: TinyCheckpoint, seed: int) -> None:
+    drawn = random.Random(seed)
+    arrivals = sorted(round(1e9 * drawn.choice([0.0, 0.01, 0.5, 0.503, 2.0]) + 1e5 * i) for i in range(20))
+    settings = (*FROM_NONE, "health.suspect_s=0.01", "health.lost_s=0.05", f"scale.warm={seed % 3}")
+    settings += ("recovery.failover=true",) * drawn.randrange(2)
+    with LLM(tiny, "monolithic", overrides=settings) as llm:
+        pod = llm.engine.plan.pod
+
+        async def lose() -> None:
+            held = sorted(set(pod.holders) - pod.lost)
+            if held:
+                pod.break_die(drawn.choice(held))
+
+        for _ in range(4):
+            pod.clock.at(round(1e9 * drawn.choice([0.0, 0.01, 0.5, 2.0]) + drawn.uniform(0, 1e7)), lose)
+        outputs = llm.generate(PROMPTS, PARAMS, keep_logits=True, arrivals_ns=arrivals)
+        llm.run(settled(llm.engine))
+        check_nothing_is_left(llm.engine)
+    assert digest(outputs) == digest(one_die(PROMPTS, PARAMS, "int8"))
+
+
+def test_without_room_for_a_te_requests_that_wait_end_with_the_reason(
+    tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(tiny, "monolithic", overrides=FROM_NONE) as llm:
+        first = llm.generate(PROMPTS[:1], PARAMS, keep_logits=True)
+
+        def full(*_: Any) -> None:
+            raise DeploymentError("the pod has no 1 free dies side by side")
+
+        monkeypatch.setattr(PodPlan, "add", full)
+        llm.engine._group.joining.release_warm()
+        llm.engine._group.elastic._num_warm = 0
+        later = llm.virtual_ns + 10**11
+        with pytest.raises(
+            XDeepServeError, match=r"no TE could be brought up for this request.*no 1 free dies"
+        ):
+            llm.generate(PROMPTS[1:3], PARAMS, arrivals_ns=[later, later])
+        monkeypatch.undo()
+        again = llm.generate(PROMPTS[:1], PARAMS, keep_logits=True)
+        assert digest(again) == digest(first)
+        llm.run(settled(llm.engine))
+        check_nothing_is_left(llm.engine)
+
+
+def test_an_engine_that_ends_while_tes_are_on_their_way_gives_their_dies_back(tiny: TinyCheckpoint) -> None:
+    with LLM(tiny, "monolithic", overrides=[*FROM_NONE, "scale.warm=2"]) as llm:
+        llm.generate(PROMPTS, PARAMS)
+        pod = llm.engine.plan.pod
+        assert len(pod.holders) > 1
+    assert not llm.engine._group.joining.warm
+
+
+@pytest.mark.parametrize(
+    ("deployment", "settings", "words"),
+    [
+        ("pd", ["scale.least=1"], "scale is for TEs of one kind that do both prefill and decode"),
+        ("monolithic", ["scale.least=3", "scale.most=2"], "scale: 0 <= least <= most <= 4096, found 3 and 2"),
+        ("monolithic", ["scale.least=0", "scale.most=0"], "scale: most must be at least 1, found 0"),
+        ("monolithic", ["scale.warm=-1"], "scale.warm must be 0 or more, found -1"),
+    ],
+)
+def test_what_cannot_be_is_refused(deployment: str, settings: list[str], words: str) -> None:
+    with pytest.raises(DeploymentError, match=words):
+        LLM("tiny-random", deployment, overrides=settings)
