@@ -18,10 +18,10 @@ from collections.abc import Sequence
 import msgspec
 
 from xdeepserve import LLM
+from xdeepserve.engine.balance.auto_scaler import ScaleBounds
 from xdeepserve.hw.spec import Spec
 from xdeepserve.llm import digest
 from xdeepserve.model.presets import resolve_model
-from xdeepserve.engine.balance.auto_scaler import ScaleBounds
 from xdeepserve.platform.cluster import (
     Cluster,
     ClusterTE,

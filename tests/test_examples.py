@@ -288,6 +288,15 @@ PROMISES = {
         "half a value           no call:",
         "format must be one of deepseek, deepseek_v31",
     ],
+    "25_elastic": [
+        "0 TEs are wanted: no load without",
+        "one TE is wanted: requests wait, and no TE is there",
+        "4 TEs are wanted: load of a TE",
+        "is lost",
+        "requests given to: te: 3, te 3: ",
+        "the first request of the burst waits ",
+        "all digests the same: True",
+    ],
     "23_jobs": [
         "job   running    -> succeeded, failed, cancelled",
         "task  running    -> waiting, done, failed, cancelled",

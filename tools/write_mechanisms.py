@@ -400,11 +400,11 @@ MECHANISMS = (
         "engine/test_failover.py",
     ),
     Mechanism(
-        "vertical scale-down",
+        "vertical scale-down, which keeps the surviving dies' KV",
         "XDS 6.2",
         "recovery.failover=true",
-        "engine/deploy/scale_down.py",
-        "engine/test_failover.py",
+        "engine/serving/kept_kv.py",
+        "engine/test_kept_kv.py",
     ),
 )
 

@@ -26,6 +26,7 @@ from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import Deployment
 from xdeepserve.engine.loading import distinct_pieces, own_arrays
 from xdeepserve.engine.npu_fork import CHUNK_NBYTES
+from xdeepserve.engine.serving.elastic import StartCosts
 from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.hw.spec import Param, Spec
 from xdeepserve.model.checkpoint import Checkpoint
@@ -34,14 +35,9 @@ from xdeepserve.prices.step_price import StepCounts, StepPrice, with_room
 SUPERPOD = 768  # dies that UB connects (CM 3.1)
 
 
-class ScaleCosts(msgspec.Struct, frozen=True, kw_only=True):
+class ScaleCosts(StartCosts, frozen=True, kw_only=True):
     """Costs beyond the timing model of a die."""
 
-    pod: Param = Param(20.0, "s", "assumed: a container is placed and started; DS Table 2: slow")
-    warm_pod: Param = Param(0.1, "s", "assumed: a pod that runs is given away")
-    start: Param = Param(46.0, "s", "assumed: imports, NPU and HCCL one after another; DS 6.1: most of all")
-    start_saved: Param = Param(0.35, "ratio", "DS 6.1: late imports and parallel initialisation")
-    warm_te: Param = Param(0.1, "s", "assumed: a TE without a model gets its name and layout")
     tensors: Param = Param(0.3, "s", "DS 6.2: tensor initialisation when loading from DRAM")
     link: Param = Param(0.05, "s", "assumed: source and target connect (DS 6.2: before a fork)")
     push: Param = Param(1e-3, "s", "assumed: a message to each job executor; DS Table 2: pushed")
