@@ -1,11 +1,11 @@
 """Walkthrough 25: TEs of a running engine come and go, from none, and every token stays.
 
 Three requests come one after the other, then nothing for a second, then a burst of twenty. The AutoScaler
-looks each 2 ms of virtual time: it lets the only TE go when there is nothing to do, and a request that finds no
-TE waits for the first one, which is pre-warmed: dies with their memory, without weights. The burst has it call
-more. One of them is lost on the way, and its requests go on from the tokens that there are. What starting a pod
-costs is set to milliseconds here; by the costs that are assumed of DeepServe's it takes 50 s, and 0.2 s for a
-pre-warmed TE. Times are virtual.
+looks each 2 ms of virtual time: it lets the only TE go when there is nothing to do, and a request that
+finds no TE waits for the first one, which is pre-warmed: dies with their memory, without weights. The burst
+has it call more. One of them is lost on the way, and its requests go on from the tokens that there are.
+What starting a pod costs is set to milliseconds here; by the costs that are assumed of DeepServe's it takes
+50 s, and 0.2 s for a pre-warmed TE. Times are virtual.
 
     python examples/25_elastic.py
 """
