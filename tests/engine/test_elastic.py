@@ -118,6 +118,9 @@ def test_an_engine_that_ends_while_tes_are_on_their_way_gives_their_dies_back(ti
     with LLM(tiny, "monolithic", overrides=[*FROM_NONE, "scale.warm=2"]) as llm:
         llm.generate(PROMPTS, PARAMS)
         pod = llm.engine.plan.pod
+        assert (
+            [te.life for te in llm.engine.tes()].count("planned") == len(llm.engine._group.joining.warm) > 0
+        )
         assert len(pod.holders) > 1
     assert not llm.engine._group.joining.warm
 

@@ -150,7 +150,7 @@ class Engine:
     # ---- TEs that come and go -----------------------------------------------------------------------
 
     def tes(self) -> list[TEReport]:
-        """Report on all TEs, including those still loading."""
+        """Report on all TEs, including those that load or are pre-warmed."""
         return self._group.reports()
 
     @property

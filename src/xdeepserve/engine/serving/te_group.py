@@ -101,7 +101,7 @@ class TEGroup:
         return [*self._je.tes, *(te for te in self.joining.loading if te.is_running)]
 
     def reports(self) -> list[TEReport]:
-        """Report on all TEs, including those still loading."""
+        """Report on all TEs, including those that load or are pre-warmed."""
         found = [
             TEReport(
                 name=te.sizes.place.name,
@@ -111,7 +111,7 @@ class TEGroup:
                 num_sequences=te.num_sequences,
                 kv_load=te.kv_load,
             )
-            for te in self._running
+            for te in (*self._running, *self.joining.warm)
         ]
         return found + [loading.report() for loading in self._plan.loadings.values()]
 
