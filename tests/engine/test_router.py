@@ -71,7 +71,7 @@ def test_job_executors_hear_late_of_caches_and_a_broken_promise_costs_no_bit(tin
 
 
 def test_long_prompts_have_a_te_of_their_own(tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("balance.te_policies", "job.router"):
+    for module in ("balance.te_policies", "balance.te_ledger"):
         monkeypatch.setattr(f"xdeepserve.engine.{module}.LONG_PROMPT", 100)
     prompts = [[i] * (200 if i % 2 else 5) for i in range(12)]
     with LLM(tiny, "pd", overrides=[*TWO, "cache.num_blocks=256"]) as llm:

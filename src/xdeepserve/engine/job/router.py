@@ -13,61 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from typing import NamedTuple
 
 import numpy as np
 
-from xdeepserve.engine.balance.dp import LONG_PROMPT, prefill_cost
 from xdeepserve.engine.balance.heat_map import HeatMap
 from xdeepserve.engine.balance.prompt_tree import PromptTree
+from xdeepserve.engine.balance.te_ledger import TELedger
 from xdeepserve.engine.balance.te_policies import Known, RoutedRequest, best, scores
 from xdeepserve.engine.deploy.policies import ROUTE
 from xdeepserve.engine.dp.prefix_index import Node, block_keys
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.te.te import TE
 from xdeepserve.model.sampling import philox4x32
-
-
-class GivenPrompt(NamedTuple):
-    """Work caused by a prompt at its TE, allowing for its tokens that should be cached there."""
-
-    te: str
-    cost: float
-    is_long: bool
-    promised: int  # tokens; 0 if the prompt has been counted at another TE before
-
-
-class Ledger:
-    """Prompts given to TEs by a job executor and not yet prefilled, by seq_id of a request's first choice."""
-
-    def __init__(self) -> None:
-        self.given: dict[int, GivenPrompt] = {}
-
-    def known(self, cached: Mapping[str, int], tes: Seq[TE]) -> Known:
-        """Collect a job executor's knowledge of the TEs, to choose one for a prompt.
-
-        `cached` has the prompt's tokens that TEs have cached, by name.
-        """
-        known = Known.none(np.array([te.sizes.place.role != "both" for te in tes]))
-        for number, te in enumerate(tes):
-            given = [each for each in self.given.values() if each.te == te.sizes.place.name]
-            known.cached[number] = cached.get(te.plan.name, 0)
-            known.sequences[number] = te.num_sequences
-            known.queued[number] = sum(each.cost for each in given) / len(te.groups)
-            known.has_long[number] = any(each.is_long for each in given)
-            known.has_short[number] = any(not each.is_long for each in given)
-            known.kv_load[number] = te.kv_load
-            known.positions[number] = sum(
-                group.status().num_used_blocks * group.rtc.block_size for group in te.groups
-            )
-        return known
-
-    def give(self, te: TE, seq: Sequence, cached: int) -> None:
-        """Note the assignment of a sequence to a TE that should have `cached` of its tokens."""
-        new = len(seq.token_ids) - cached
-        cost = prefill_cost(float(new), float(cached))
-        promised = 0 if seq.is_counted else cached
-        self.given[seq.seq_id] = GivenPrompt(te.plan.name, cost, new >= LONG_PROMPT, promised)
 
 
 class CachedPrompts:
@@ -125,10 +82,11 @@ class Router:
         heat: HeatMap | None = None,
         lengths: Callable[[Seq[int]], float] | None = None,
     ) -> None:
-        self.ledgers, self._route, self._seed = [Ledger() for _ in range(num_executors)], route, seed
+        self.ledgers, self._route, self._seed = [TELedger() for _ in range(num_executors)], route, seed
         self._cached, self._heat, self._lengths = cached, heat, lengths
         self._asks = not ROUTE.has(route, "asks no TE")
         self._num_seen = 0
+        self._promised: dict[int, int] = {}  # by seq_id: tokens that should be cached at its TE
         self.num_promised = 0  # tokens of prompts that TEs should have had cached
         self.num_broken = 0  # of these, tokens that were computed after all
 
@@ -158,8 +116,10 @@ class Router:
             cached = self._cached.match(seq, te.sizes.kv.block_size)
             if len(able) > 1:
                 asked = RoutedRequest(self._num_seen, len(seq.token_ids), self._num_output(seq))
-                te = able[best(scores(self._route, asked, ledger.known(cached, able), self._heat))]
-            ledger.give(te, seq, cached.get(te.plan.name, 0))
+                te = able[best(scores(self._route, asked, known(ledger, cached, able), self._heat))]
+            there = cached.get(te.plan.name, 0)
+            ledger.give(seq.seq_id, te.plan.name, len(seq.token_ids), there)
+            self._promised[seq.seq_id] = 0 if seq.is_counted else there  # else at another TE before
         self._num_seen += 1
         return te
 
@@ -184,7 +144,27 @@ class Router:
         """Remove a sequence from the queued prefill work of its TE, after its prefill or end, or because it
         has left; and count what was promised of its prompt and was not there."""
         for ledger in self.ledgers:
-            given = ledger.given.pop(seq.seq_id, None)
-            if given is not None and seq.is_counted:
-                self.num_promised += given.promised
-                self.num_broken += max(0, given.promised - seq.num_cached)
+            ledger.forget(seq.seq_id)
+        promised = self._promised.pop(seq.seq_id, 0)
+        if seq.is_counted:
+            self.num_promised += promised
+            self.num_broken += max(0, promised - seq.num_cached)
+
+
+def known(ledger: TELedger, cached: Mapping[str, int], tes: Seq[TE]) -> Known:
+    """Collect a job executor's knowledge of the TEs, to choose one for a prompt.
+
+    `cached` has the prompt's tokens that TEs have cached, by name.
+    """
+    found = Known.none(np.array([te.sizes.place.role != "both" for te in tes]))
+    for number, te in enumerate(tes):
+        name = te.plan.name
+        found.cached[number] = cached.get(name, 0)
+        found.sequences[number] = te.num_sequences
+        found.queued[number] = ledger.cost(name) / len(te.groups)
+        found.has_long[number], found.has_short[number] = ledger.has(name, True), ledger.has(name, False)
+        found.kv_load[number] = te.kv_load
+        found.positions[number] = sum(
+            group.status().num_used_blocks * group.rtc.block_size for group in te.groups
+        )
+    return found
