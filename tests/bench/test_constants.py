@@ -72,6 +72,8 @@ def test_effects_of_the_host_are_assumed_by_name_and_move_nothing(found: dict[st
         "gc_pause",
     ]
     assert "preemption = 20 ms, of 5 % of launches: assumed" in lines[1]
+    assert "gc_pause = 100 ms, once in 256 steps: assumed" in lines[3]
+    assert all(": assumed: " in line for line in lines)
     moving = {name for one in found.values() for name in one.moves_pct}
     assert moving.isdisjoint(constants.HOST)
 
@@ -112,6 +114,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert told["rows"][0]["moves_pct"] == {"gate": pytest.approx(100 * 2 / 610)}
     assert told["constants"]["gate"]["raised"] == pytest.approx(12e-6)
     assert told["constants"]["preemption"]["is_assumed_host"]
+    assert told["host"] == constants.host_effects()
     assert main(["bench", "papers", "--constants", "--fits"]) == 2
     assert "--fits and --constants are two tables: choose one" in capsys.readouterr().err
     assert main(["bench", "papers", "--constants", "--paper", "cm"]) == 2

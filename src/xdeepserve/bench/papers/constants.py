@@ -145,12 +145,13 @@ def _indented(text: str) -> str:
 
 
 def as_json(found: Sequence[Moves]) -> str:
-    """Return constants with their raised values, and rows with their moves, as JSON for programs."""
+    """Return constants with their raised values, effects of the host, and rows with their moves, as JSON."""
     table: dict[str, Any] = {
         "constants": {
             name: {**msgspec.to_builtins(param), "raised": raised(param), "is_assumed_host": name in HOST}
             for name, param in constants().items()
         },
+        "host": host_effects(),
         "rows": msgspec.to_builtins(list(found)),
     }
     return json.dumps(table)
