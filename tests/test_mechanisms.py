@@ -5,8 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from tools.write_mechanisms import MECHANISMS, MODEL, Mechanism, presets_with
+from tools.write_mechanisms import MECHANISMS, MODEL, SEEN, Mechanism, presets_with
 
+from tests import evidence
 from xdeepserve.engine.deploy.settings import settings
 from xdeepserve.model.presets import resolve_model
 
@@ -28,6 +29,21 @@ def test_a_preset_uses_each_mechanism_or_the_row_says_why_none_does(row: Mechani
     assert (ROOT / "src" / "xdeepserve" / row.file).is_file()
     assert (ROOT / "tests" / row.test).is_file()
     assert len({each.name for each in MECHANISMS}) == len(MECHANISMS)
+
+
+def test_what_is_said_to_be_seen_is_looked_for_in_a_run_of_a_preset_that_has_it() -> None:
+    rows = {row.name: row for row in MECHANISMS}
+    assert evidence.SEEN.keys() == SEEN.keys() <= rows.keys()
+    for name, seen in evidence.SEEN.items():
+        assert rows[name].why or seen.asked.preset in presets_with(rows[name], CONFIG), name
+
+
+@pytest.mark.always
+@pytest.mark.parametrize("name", evidence.SEEN)
+def test_a_run_shows_the_mechanism_and_one_without_it_does_not(name: str) -> None:
+    asked, look, without = evidence.SEEN[name]
+    assert look(evidence.ran(asked))
+    assert not look(evidence.ran(without))
 
 
 def test_a_mechanism_that_no_preset_switches_on_is_found_out() -> None:

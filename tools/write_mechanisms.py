@@ -31,9 +31,11 @@ MODEL = "deepseek-r1"  # has as many experts as the papers' pods need
 HEAD = """# The papers' mechanisms
 
 Each mechanism of a paper, the setting that switches it on, and the presets that do. A setting in brackets
-is the default. Where no preset has the mechanism, the row says why. This page is made by
-`tools/write_mechanisms.py`, which asks every preset; `tests/test_mechanisms.py` fails where a row has neither
-a preset nor a reason.
+is the default. Where no preset has the mechanism, the row says why. *Seen* is what `tests/evidence.py` finds
+in a short run of a preset; *setting* means that no run is looked into, so only the row's own test shows
+the mechanism. This page is made by `tools/write_mechanisms.py`, which asks every preset;
+`tests/test_mechanisms.py` fails where a row has neither a preset nor a reason, and where a run does not show
+what is seen.
 """
 
 
@@ -409,6 +411,52 @@ MECHANISMS = (
 )
 
 
+SEEN = {  # by `tests/evidence.py`, in runs
+    "dispatch and combine by pull": "spans",
+    "FusedDispatch and FusedCombine by push": "spans",
+    "A2E and E2A with trampolines": "spans of both stages",
+    "A2E and E2A by URMA": "spans of the URMA engine",
+    "M2N between network cards": "spans",
+    "expert services, slots on servers": "spans: clients of a batch",
+    "INT8 combine": "bytes, against BF16",
+    "prefill and decode apart": "steps of each TE",
+    "KV pulled by DMA (SDMA)": "bytes on UB, spans of DMA",
+    "send and receive in 8 steps, a ring for each pair": "spans of the steps, rings",
+    "zero-copy and asynchronous send": "spans: no copy into a ring",
+    "KV by RoCE": "bytes on RoCE",
+    "KV by VPC": "bytes on VPC",
+    "KV by layer": "events: KV leaves before the end of prefill",
+    "prefill on Ascend 910B": "spans and bytes of its NPUs",
+    "attention and experts apart, persistent kernels": "spans: no die has both",
+    "DP domains that experts serve in turn": "spans of expert dies",
+    "two microbatches of attention dies": "spans",
+    "ping-pong of three microbatches": "spans",
+    "attention and experts on other hardware": "dies of the spans",
+    "dataflow without barriers": "spans: clients of a batch",
+    "two microbatches, by cores in decode, by engines in prefill": "overlapping spans of prefill",
+    "microbatches decided per step": "events `StepCut`",
+    "SP-TP-SP": "all-to-alls of prefill",
+    "MLA of prompts unabsorbed": "time, against absorbed",
+    "output projection with TP, attention without": "reduce-scatters of decode",
+    "copies of the shared expert on dies of their own": "dies of the spans",
+    "one expert on each die (EP320)": "experts in the dies' memories",
+    "MTP with one draft": "accepted drafts",
+    "MTP with two drafts": "accepted drafts",
+    "drafts without a way back to the host": "time, against naive",
+    "decode admits before prefill": "events `Booked`",
+    "statuses of DP groups by all-gather": "spans",
+    "steps planned ahead": "token ids filled in on the die",
+    "garbage collected by hand": "pause after 256 steps, of an assumed time",
+    "launch threads pinned to cores": "time, against unpinned: an assumed effect",
+    "compiled graphs cached": "time, against guards: an assumed effect",
+    "EPLB: collect, select, place, route": "spans, events `ReplicasChanged`",
+    "link probing beside traffic": "dummy payloads",
+    "rollback of a step": "events `Mended` after a glitch",
+    "failover, kill-P-to-preserve-D": "events `FailoverEnded` after a loss",
+    "vertical scale-down": "fewer dies after a loss",
+}
+
+
 @cache
 def written(preset: str) -> dict[str, Any]:
     """Return a preset's TOML table."""
@@ -463,7 +511,7 @@ def page() -> str:
     """Make the page: a table, in the order of the rows."""
     config = resolve_model(MODEL).config
     defaults = {setting.key: setting.default for setting in settings()}
-    lines = ["| mechanism | paper | setting | presets | source | test |", "|---" * 6 + "|"]
+    lines = ["| mechanism | paper | setting | presets | seen | source | test |", "|---" * 7 + "|"]
     for row in MECHANISMS:
         setting = f"`{row.setting.removeprefix('te.')}`"
         if defaults.get(row.key) == row.value:
@@ -471,7 +519,8 @@ def page() -> str:
         found = presets_with(row, config)
         names = "all" if len(found) == len(PRESETS) else ", ".join(f"`{name}`" for name in found)
         paper = re.sub("[A-Z]+", lambda short: PAPERS[short[0]], row.paper)
-        cells = row.name, paper, setting, names or f"none: {row.why}", f"`{row.file}`", f"`tests/{row.test}`"
+        places = names or f"none: {row.why}", SEEN.get(row.name, "setting"), f"`{row.file}`"
+        cells = row.name, paper, setting, *places, f"`tests/{row.test}`"
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([HEAD, *lines, ""])
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
+import msgspec
 import pytest
 
 from xdeepserve.bench.papers import constants, every_value
@@ -15,7 +16,7 @@ from xdeepserve.hw.spec import Spec
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, constants.Moves]:
-    return {one.name: one for one in constants.all_moves(constants.formulas)}
+    return {one.name: one for one in constants.all_moves([constants.formulas])}
 
 
 def test_rows_move_with_what_they_are_made_of(found: dict[str, constants.Moves]) -> None:
@@ -72,8 +73,18 @@ def test_effects_of_the_host_are_assumed_by_name_and_move_nothing(found: dict[st
         "gc_pause",
     ]
     assert "preemption = 20 ms, of 5 % of launches: assumed" in lines[1]
+    assert "gc_pause = 100 ms, once in 256 steps: assumed" in lines[3]
+    assert all(": assumed: " in line for line in lines)
     moving = {name for one in found.values() for name in one.moves_pct}
     assert moving.isdisjoint(constants.HOST)
+
+
+def test_long_work_is_shared_by_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = constants.all_moves([few, two])
+    monkeypatch.setattr(constants, "LONG_S", -1)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    assert constants.all_moves([few, two]) == alone
+    assert [one.moves_pct.keys() for one in alone] == [{"gate"}, set(), {"small_kernels"}]
 
 
 def test_counts_stay_whole() -> None:
@@ -85,20 +96,47 @@ def test_counts_stay_whole() -> None:
     assert set(values) == {*Spec.__struct_fields__, *constants.OF_ROWS}
 
 
-def few(changed: Mapping[str, float]) -> Iterator[Row]:
-    gate = changed.get("gate", 10e-6)
+def few(given: constants.Constants) -> Iterator[Row]:
+    gate = given.spec.gate.value
     yield Row("cm.streams/stream0", 600 + 1e6 * gate, "us", "calibrated")
     yield Row("cm.obs", 5.3, "min", "calibrated")
     yield Row("unpublished", gate, "s", "predicted")
 
 
-def two(changed: Mapping[str, float]) -> Iterable[Row]:
-    return [Row("xds.dec288.iter", 95 * changed.get("small_kernels", 1.0), "ms", "predicted")]
+def two(given: constants.Constants) -> Iterable[Row]:
+    return [Row("xds.dec288.iter", 95 * given.spec.small_kernels.value, "ms", "predicted")]
+
+
+def test_rows_are_computed_again_for_what_is_read_and_nothing_else(found: dict[str, constants.Moves]) -> None:
+    """Also if what is read is read through a copy, or by a method; and no move is missed by it."""
+    asked: list[float] = []
+
+    def rows_of(given: constants.Constants) -> Iterator[Row]:
+        asked.append(given.spec.gate.value)
+        copied = msgspec.structs.replace(given.spec, gate=given.spec.gate)
+        ns = copied.hbm_ns(1000.0) + 1e9 * copied.gate.value
+        yield Row("cm.obs", ns, "min", "calibrated")
+        yield Row("ms.pp.m23/DBRX", given.of_rows("comm_ratio"), "x", "calibrated")
+
+    said: list[str] = []
+    one, other = constants.all_moves([rows_of], said.append)
+    assert {*one.moves_pct} == {"gate", "hbm_bandwidth", "hbm_efficiency"}
+    assert {*other.moves_pct} == {"comm_ratio"}
+    assert len(asked) == 1 + 4
+    assert said[0] == "part 1 of 1 as it is"
+    assert said[1:] == [f"{name}, less than a minute left" for name in constants.constants() if name in
+                        {*one.moves_pct, *other.moves_pct}]  # fmt: skip
+    reads = constants.base(constants.formulas).reads
+    unread = {
+        name: constants.raised(param) for name, param in constants.constants().items() if name not in reads
+    }
+    rows = {row.name: row.value for row in constants.formulas(constants.numbers(unread))}
+    assert all(rows[name] == each.value for name, each in found.items())
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "formulas", few)
-    monkeypatch.setattr(constants, "simulations", two)
+    monkeypatch.setattr(constants, "SIMULATIONS", (two,))
     assert main(["bench", "papers", "--constants"]) == 0
     out = capsys.readouterr().out
     assert "  cm.streams/stream0: 610.00 us, calibrated\n      gate +0.3\n" in out
@@ -112,6 +150,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert told["rows"][0]["moves_pct"] == {"gate": pytest.approx(100 * 2 / 610)}
     assert told["constants"]["gate"]["raised"] == pytest.approx(12e-6)
     assert told["constants"]["preemption"]["is_assumed_host"]
+    assert told["host"] == constants.host_effects()
     assert main(["bench", "papers", "--constants", "--fits"]) == 2
     assert "--fits and --constants are two tables: choose one" in capsys.readouterr().err
     assert main(["bench", "papers", "--constants", "--paper", "cm"]) == 2
@@ -121,8 +160,10 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
 @pytest.mark.campaign
 def test_what_is_simulated_moves_too() -> None:
     """The scheduler's gap is in no iteration, and in each time per token."""
-    before = {row.name: row.value for row in constants.simulations({})}
-    after = {row.name: row.value for row in constants.simulations({"scheduler_gap": 4e-3})}
+    before, after = (
+        {row.name: row.value for part in constants.SIMULATIONS for row in part(constants.numbers(changed))}
+        for changed in ({}, {"scheduler_gap": 4e-3})
+    )
     assert after["xds.dec288.iter"] == before["xds.dec288.iter"]
     assert after["xds.dec288.iter/tpot"] == pytest.approx(before["xds.dec288.iter/tpot"] + 2 / 1.9)
     assert after["xds.disagg.perf/forward"] == pytest.approx(before["xds.disagg.perf/forward"] + 2)

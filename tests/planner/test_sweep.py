@@ -10,9 +10,22 @@ import pytest
 
 from xdeepserve.cli import main
 from xdeepserve.engine.deploy.resolve import resolve
+from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.errors import DeploymentError, InputError
-from xdeepserve.planner.sweep import BOUNDS, Point, SweepResult, beyond, bound_of, measure, points, sweep
+from xdeepserve.model.presets import resolve_model
+from xdeepserve.planner.sweep import (
+    BOUNDS,
+    Point,
+    SweepResult,
+    beyond,
+    bound_of,
+    measure,
+    points,
+    sized,
+    sweep,
+)
 from xdeepserve.planner.sweep_command import Labels, best_lines
+from xdeepserve.prices.step_run import decode_iteration
 
 Capture = pytest.CaptureFixture[str]
 
@@ -191,24 +204,52 @@ def test_who_shares_dies_has_no_share_of_others(tmp_path: Path, capsys: Capture)
     assert "100 %" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("deployment", "half"),
-    [
-        ("pd", "colocated --set dies=4"),
-        (
-            "transformerless",
-            "moe-attention --set attention.domains=2 --set attention.dies=2 --set experts.routed_dies=4 "
-            "--set experts.shared_dies=1",
-        ),
-    ],
-)
-def test_prefill_beside_is_refused_with_what_decodes(deployment: str, half: str) -> None:
-    refusal = measure(Point("tiny", deployment, (), 2, 256)).refusal
-    assert refusal.endswith(f"{deployment} has prefill beside it: what decodes there is --deployment {half}")
-    name, *settings = half.split(" --set ")
-    result, whole = measure(Point("tiny", name, tuple(settings), 2, 256)), resolve(deployment)
-    assert not result.refusal
-    assert whole.kind == deployment
+FEW = ("scheduler.max_num_seqs=4", "prefill.dies=4")
+SMALL_PODS = {  # the papers' pods on a small model, with an own choice where they have none
+    "pd": (
+        "decode.dies=4",
+        "decode.tp=2",
+        "decode.tp_mode=sp-tp-sp",
+        "combine=int8",
+        "experts.redundant_slots=1",
+    ),
+    "transformerless": ("attention.microbatches=3", "experts.redundant_slots=1", "attention.domains=1"),
+    "superpod": ("attention.dies=2", "experts.routed_dies=4", "experts.shared_dies=1", *FEW),
+    "production": (
+        "prefill.count=1",
+        "prefill.experts_per_die=6",
+        "decode.dies=8",
+        "execution.decode.mode=op",
+        *FEW,
+    ),
+    "cloudmatrix384": ("prefill.count=1", "prefill.tp=4", "decode.dies=20", "decode.shared_dies=2", *FEW),
+}
+
+
+@pytest.mark.parametrize(("deployment", "overrides"), SMALL_PODS.items())
+def test_what_decodes_beside_prefill_is_swept_by_the_hint(
+    deployment: str, overrides: tuple[str, ...]
+) -> None:
+    """An iteration of the half that the refusal names takes what it takes in the pod."""
+    point = Point("tiny-random", deployment, overrides, 4, 256)
+    refusal = measure(point).refusal
+    _, _, hint = refusal.partition(f"{deployment} has prefill beside it: what decodes there is --deployment ")
+    half, *settings = hint.split(" --set ")
+    result = measure(msgspec.structs.replace(point, deployment=half, overrides=tuple(settings)))
+    whole = decode_iteration(
+        resolve_model("tiny-random"), sized(point), 256, 4, TimingConfig(acceptance=point.acceptance)
+    )
+    assert result.refusal == ""
+    assert result.iteration_ms == pytest.approx(whole.iteration_ns / 1e6)  # its dies are others
+    assert result.shares.keys() == {name for name in whole.spent_ns if whole.share(name) >= 0.05}
+
+
+def test_the_hint_has_no_setting_that_changes_nothing() -> None:
+    """Each of them is another setting than its usual one, and one of a decode step."""
+    refusal = measure(
+        Point("tiny", "pd", ("decode.dies=2", "health.beat_s=2", "transfer=layer"), 2, 256)
+    ).refusal
+    assert refusal.endswith(" --deployment colocated --set dies=2 --set execution.mode=graph")
 
 
 def test_expert_services_are_measured_like_others() -> None:

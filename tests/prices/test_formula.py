@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.timing.closed_forms import ClosedForms
 from xdeepserve.bench.papers import pipelines, production, superpod
+from xdeepserve.bench.papers.paper_rows import EP288
 from xdeepserve.bench.report import Row, published
 from xdeepserve.comm.cost import OPS, CommCost
 from xdeepserve.engine.deploy.deployment import PipelineConfig, SchedulerConfig
@@ -168,6 +169,32 @@ def test_two_streams_take_what_their_formula_says() -> None:
         formula = 2 * max(COST.streams_ns(half, EP320, cores)) / 1000
         assert pipelines.simulated_layer_us(48, 1, cores) == pytest.approx(formula, rel=0.01)
     assert pipelines.simulated_layer_us(48, 1, 16) < serial
+
+
+@pytest.mark.parametrize("batch", [4, 60])
+def test_a_layer_of_dp288_takes_what_its_formula_says(batch: int) -> None:
+    """Of two experts on each die the weights are read, their tokens are counted, and replicas are found."""
+    preset, runs = msgspec.structs.replace(resolve("dp288"), execution=None), []
+    for layers in (4, 5):
+        model = resolve_model("deepseek-r1")
+        model.config = msgspec.structs.replace(model.config, num_hidden_layers=layers)
+        runs.append(superpod.simulate(preset, batch, model=model))
+    few, more = runs
+    spent = {name: ns - few.spent_ns[name] for name, ns in more.spent_ns.items() if ns > few.spent_ns[name]}
+    cost, load = (
+        LayerCost(COST.config, comm=CommCost()),
+        Load(requests=batch, rows=2, context=superpod.CONTEXT),
+    )
+    assert more.iteration_ns - few.iteration_ns == pytest.approx(cost.serial_ns(load, EP288), rel=0.03)
+    for name in ("Gate", "Collect", "Route"):
+        assert spent[name] == pytest.approx(cost.stage_ns(name, Counts(2 * batch)), rel=0.001)
+
+
+def test_experts_without_replicas_are_neither_counted_nor_found() -> None:
+    load, alone = Load(requests=60, rows=2, context=4096), msgspec.structs.replace(EP288, redundant=0)
+    found = sum(COST.stage_ns(name, Counts(120)) for name in ("Collect", "Route"))
+    assert COST.routing_ns(120, EP288) - COST.routing_ns(120, alone) == pytest.approx(found)
+    assert COST.experts_work(load, EP288).weights == 2 * COST.experts_work(load, alone).weights
 
 
 def test_ping_pong_takes_what_its_formula_says() -> None:

@@ -24,6 +24,7 @@ POOLS: list[tuple[str, str, tuple[str, ...]]] = [
     ("tiny-random", "colocated", TP),
     ("tiny-random", "colocated", (*TP, "tp_mode=sp-tp-sp", "mtp=1")),
     ("tiny-random", "colocated", ("dies=4", "o_proj_tp=2")),
+    ("tiny-random", "colocated", ("prefill_attention=unabsorbed",)),
     ("tiny-random", "colocated", ("exchange=push", "pipeline.microbatches=2")),
     *(("tiny-random", name, ("combine=int8",)) for name in ("monolithic", "colocated")),
 ]

@@ -274,5 +274,6 @@ def test_chunks_make_keys_and_values_of_earlier_positions_again() -> None:
     assert (whole.bf16, chunk.attention) == (0, 3 * whole.attention)
     widths = config.qk_nope_head_dim + config.v_head_dim
     assert chunk.bf16 == 2.0 * 2048 * heads * config.kv_lora_rank * widths
+    assert (whole.weights, chunk.weights) == (0, 2.0 * heads * config.kv_lora_rank * widths)
     decoding = Counts(2, 2 * 4096, 4096)
     assert work(decoding) == work(decoding, unabsorbed=False)

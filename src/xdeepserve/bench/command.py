@@ -148,7 +148,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "constants": {
         "action": "store_true",
         "help": "instead, on which constants each row of a formula depends, and by how much; with --full of "
-        "simulated pods, too (an hour)",
+        "simulated pods, too (up to an hour on two cores; stderr says how long)",
     },
     "plot": {"type": Path, "metavar": "FILE", "help": "draw it as well (needs matplotlib)"},
     "ranks": {

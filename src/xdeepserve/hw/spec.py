@@ -98,7 +98,9 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     )
     preemption: Param = Param(20e-3, "s", "assumed: a launch thread that is not pinned loses its core")
     guard_checks: Param = Param(5e-3, "s", "assumed: guards of a compiled graph that is not cached, mean")
-    gc_pause: Param = Param(100e-3, "s", "XDS 4.4: jitter can exceed 100 ms; here the collector's pause")
+    gc_pause: Param = Param(
+        100e-3, "s", "assumed: the collector's pause; XDS 4.4 says that jitter can exceed 100 ms"
+    )
 
     # A decoder layer at full size: fitted to its four times in CM 4.2.3 and Figure 20b
     small_kernels: Param = Param(106e-6, "s", "fitted: decode; norms, small kernels and sync of a layer")

@@ -13,14 +13,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from xdeepserve.engine.build import PodPlan
-from xdeepserve.engine.deploy.deployment import Deployment
+from xdeepserve.engine.deploy.deployment import Deployment, Kind, TEConfig
 from xdeepserve.engine.deploy.resolve import resolve
-from xdeepserve.engine.deploy.roles import decode_alone
+from xdeepserve.engine.deploy.roles import SECTIONS, decode_alone, sections
+from xdeepserve.engine.deploy.rules import ONLY
+from xdeepserve.engine.deploy.settings import given, settings
+from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.description import lack, memory_uses
 from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.engine.ways.routing import TimingConfig
@@ -32,6 +35,13 @@ from xdeepserve.prices.step_run import DecodeRun, decode_iteration
 DIES_PER_CHIP = 2
 MORE_THAN_ALL = 105.0  # percent: more than rounding makes of 100
 NEW_POSITIONS = 64  # for which there is room behind the context
+# Sections and settings that change no decode iteration: of other TEs, of requests, of faults. `decode` is
+# read by itself.
+NOT_OF_A_STEP = frozenset(
+    {"kind", "prefill", "decode", "te", "scheduler", "cache", "output", "health", "recovery", "ems"}
+    | {"fabric", "transfer", "transfer_over", "max_model_len", "threads", "invariants", "lockstep"}
+)
+OF_EXPERTS = ("shared_dies", "redundant_slots", "experts_per_die")  # as experts.KEY, of TEs of a role alone
 ATTENTION = ("MLAProlog", "MLA", "QKVProlog", "GQA", "DSA", "OProj")
 FEED = ("Gate", "Experts", "MLP", "SharedExpert")
 BOUNDS = {  # what a stage's time is the fault of, by its name
@@ -150,7 +160,7 @@ def measure(point: Point) -> SweepResult:
         timing = TimingConfig(acceptance=point.acceptance)
         plan = PodPlan(checkpoint, deployment, timing=timing)
         if len(plan.tes) > 1:
-            raise RequestError(f"sweep times decode alone, and {point.deployment} {several(plan)}")
+            raise RequestError(f"sweep times decode alone, and {point.deployment} {several(plan, point)}")
         dies = len(plan.tes[0].every_die)
         if point.dies not in (None, dies):
             raise DeploymentError(f"{dies} dies in all, not {point.dies}")
@@ -180,11 +190,11 @@ def beyond_published(point: Point, te: TEPlan) -> tuple[str, ...]:
     )
 
 
-def sized(point: Point) -> Deployment:
-    """Make the deployment of a point, with room for its batch and context in scheduler and cache."""
+def room(point: Point) -> dict[str, int | str]:
+    """Return settings with room for a point's batch and context in scheduler and cache."""
     rows = point.batch * 3  # at most two drafts
     block = 128
-    room = {
+    return {
         "scheduler.max_num_seqs": point.batch,
         "scheduler.max_num_batched_tokens": rows,
         "cache.block_size": block,
@@ -192,8 +202,12 @@ def sized(point: Point) -> Deployment:
         "max_model_len": point.context + NEW_POSITIONS,
         "cache.prefix": "false",
     }
-    given = {override.partition("=")[0] for override in point.overrides}
-    more = [f"{key}={value}" for key, value in room.items() if key not in given]
+
+
+def sized(point: Point) -> Deployment:
+    """Make the deployment of a point, with room for its batch and context where it gives none itself."""
+    own = {override.partition("=")[0] for override in point.overrides}
+    more = [f"{key}={value}" for key, value in room(point).items() if key not in own]
     return resolve(point.deployment, [*more, *point.overrides])
 
 
@@ -222,22 +236,69 @@ def _result(point: Point, run: DecodeRun, mtp: int, dies: int) -> SweepResult:
     )
 
 
-def several(plan: PodPlan) -> str:
+def several(plan: PodPlan, point: Point) -> str:
     """Explain the refusal of several TEs, and which decode half to sweep instead."""
-    first = next(te.sizes for te in plan.tes if te.sizes.place.role != "prefill")
     half = decode_alone(plan.deployment.kind)
     if half is None:
         return "has several TEs"
-    sizes = {"dies": first.place.num_dies, "tp": first.groups.tp}
-    if first.experts.where == "away":
-        sizes = {
-            "attention.domains": first.place.num_domains,
-            "attention.dies": first.place.dies_per_domain,
-            "experts.routed_dies": len(first.place.routed_dies),
-            "experts.shared_dies": first.experts.num_shared_dies,
+    first = next(te.sizes for te in plan.tes if te.sizes.place.role != "prefill")
+    found = _sizes(first) | _of_decode(plan.deployment, half)
+    found |= dict(each.split("=", 1) for each in point.overrides if each.partition("=")[0] in room(point))
+    options = " ".join(f"--set {key}={_text(value)}" for key, value in found.items())
+    return f"has prefill beside it: what decodes there is --deployment {half} {options}"
+
+
+def _sizes(te: Sizes) -> dict[str, Any]:
+    """Return the settings of a TE's dies, for a deployment of this TE alone."""
+    place, groups = te.place, te.groups
+    if te.experts.where == "away":
+        return {
+            "attention.domains": place.num_domains,
+            "attention.dies": place.dies_per_domain,
+            "experts.routed_dies": len(place.routed_dies),
+            "experts.shared_dies": te.experts.num_shared_dies,
         }
-    given = " ".join(f"--set {key}={value}" for key, value in sizes.items() if (key, value) != ("tp", 1))
-    return f"has prefill beside it: what decodes there is --deployment {half} {given}"
+    shares = {"tp": (groups.tp, 1), "tp_mode": (groups.tp_mode, "tp"), "o_proj_tp": (groups.o_proj_tp, 1)}
+    return {"dies": place.num_dies} | {key: ours for key, (ours, usual) in shares.items() if ours != usual}
+
+
+def _of_decode(d: Deployment, half: Kind) -> dict[str, Any]:
+    """Return the other settings on which a decode iteration of a deployment depends, as its decode half has
+    them. What the half has anyway is left out."""
+    usual = {each.key: each.default for each in settings()} | {
+        each.key: value for each, value in given(resolve(half))
+    }
+    slots = {f"experts.{name}": getattr(d.decode or TEConfig(), name) for name in OF_EXPERTS}
+    own = {key: value for key, value in slots.items() if value is not None}
+    if own.keys() & {"experts.redundant_slots", "experts.experts_per_die"}:
+        own = {key: None for key in slots if key != "experts.shared_dies"} | own  # in place of all TEs'
+    launched = None if d.execution is None else d.execution.for_role("decode")
+    if launched is not None:
+        usual["execution.mode"] = None  # the section has to be there
+    alone = msgspec.structs.replace(d, execution=launched)
+    values = {each.key: value for each, value in given(alone)} | own
+    return {
+        key: value
+        for key, value in values.items()
+        if value is not None and value != usual[key] and _matters(key, half)
+    }
+
+
+def _matters(key: str, half: Kind) -> bool:
+    """Return whether a decode iteration may depend on a setting, and deployments of a kind have it."""
+    section = key.partition(".")[0]
+    is_its_own = section not in SECTIONS or section in sections(half)
+    refusing = (row.key for row in ONLY if not row.kinds(half))
+    return (
+        section not in NOT_OF_A_STEP
+        and is_its_own
+        and not any(f"{key}.".startswith(f"{row}.") for row in refusing)
+    )
+
+
+def _text(value: Any) -> str:
+    """Write a setting's value as `--set` takes it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def check_fits(plan: PodPlan) -> None:

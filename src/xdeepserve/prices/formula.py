@@ -53,11 +53,18 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExpertDies(msgspec.Struct, frozen=True):
-    """Dies with experts: dies in all, dies with routed experts, dies with a shared expert."""
+    """Dies with experts: dies in all, dies with routed experts, dies with a shared expert; and how many
+    redundant experts each die has besides."""
 
     total: int
     routed: int
     shared: int
+    redundant: int = 0
+
+    @property
+    def holders(self) -> int:
+        """Number of dies with routed experts or redundant ones."""
+        return self.total if self.redundant else self.routed
 
 
 EP320 = ExpertDies(320, 288, 32)  # CM 4.1: 256 routed and 32 redundant experts, 32 copies of the shared one
@@ -140,10 +147,11 @@ class LayerCost(msgspec.Struct, frozen=True):
 
     def experts_work(self, load: Load, dies: ExpertDies) -> Work:
         """Compute the work of the busiest die, with routed experts or a shared expert."""
-        total = load.requests * load.rows * dies.total
-        mean = self.config.num_experts_per_tok * total / dies.routed
-        busiest = max(total / dies.shared, self.spec.billed_copies(mean, mean))
-        return self.stage_work("Experts", Counts(0, copies=busiest, touched=1))
+        total, held = load.requests * load.rows * dies.total, 1 + dies.redundant
+        mean = self.config.num_experts_per_tok * total / dies.holders
+        beside = self.spec.billed_copies(mean * dies.redundant / held, mean)  # of a shared expert
+        busiest = max(total / dies.shared + beside, self.spec.billed_copies(mean, mean))
+        return self.stage_work("Experts", Counts(0, copies=busiest, touched=held))
 
     def stream1_parts_ns(self, load: Load, dies: ExpertDies, cores: int | None = None) -> list[float]:
         """Compute the times of the expert stream [ns]: routing and dispatch, experts, combine."""
@@ -156,7 +164,7 @@ class LayerCost(msgspec.Struct, frozen=True):
     def routing_ns(self, rows: float, dies: ExpertDies) -> float:
         """Compute the time from gate to dispatch [ns]: with redundant experts load is counted, and replicas
         are found."""
-        has_replicas = dies.routed > self.config.n_routed_experts
+        has_replicas = dies.redundant or dies.routed > self.config.n_routed_experts
         names = ("Gate", "Collect", "Route") if has_replicas else ("Gate",)
         return sum(self.stage_ns(name, Counts(rows)) for name in names)
 

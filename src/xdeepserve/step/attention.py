@@ -179,11 +179,12 @@ def _attend_work(model: Model, layer: Layer, n: Counts) -> Work:
 def _unabsorbed_work(model: Model, n: Counts) -> Work:
     """Work of attention to keys and values of all heads (CM 4.3.1). For the rows themselves these cost as
     many products as absorption does. Those of earlier positions, in chunks and after cached prefixes, are
-    added."""
+    added, and read the weights once more."""
     c = model.config
     products = 2.0 * n.context * model.heads * (c.qk_head_dim + c.v_head_dim)
-    earlier = _per_head(model, max(0.0, n.kv_tokens - n.rows), c.qk_nope_head_dim + c.v_head_dim)
-    return Work(bf16=earlier.bf16, attention=products)
+    num_earlier = max(0.0, n.kv_tokens - n.rows)
+    earlier = _per_head(model, num_earlier, c.qk_nope_head_dim + c.v_head_dim) if num_earlier else Work()
+    return earlier + Work(attention=products)
 
 
 def _absorbed_work(model: Model, layer: Layer, n: Counts) -> Work:

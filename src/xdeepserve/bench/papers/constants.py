@@ -1,17 +1,23 @@
 """`xdeepserve bench papers --constants`: which published rows depend on which constants, and how much.
 
 Each constant of the parameter table (`hw/spec.py`), and each number that only benchmarks use, is raised by a
-fifth, alone, with all else as it is, and every row that comes from a formula is computed again. With `--full`
-so are the pods of xDeepServe 7.1, CloudMatrix's Table 1 and its Figure 23, which are simulated: an hour.
+fifth, alone, with all else as it is, and the rows for which it is read are computed again. All others cannot
+change. The rows come from formulas; with `--full` also from simulations of the pods of xDeepServe 7.1, of
+CloudMatrix's Table 1 and of its Figure 23, which take long, and stderr says how long.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import os
 import textwrap
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -28,6 +34,7 @@ COUNTED = {"cores": 1, "launches": 1, "slots": 1, "B": 32}  # units of whole num
 # Effects of the host (xDeepServe 4.4), which no paper measures by itself: pinning, PTA caching, GC.
 HOST = ("preemption", "guard_checks", "gc_pause", "host_sampling")
 OF_ROWS = ("comm_ratio",)  # numbers of benchmarks that rows are made with
+LONG_S = 60  # of work that is not left to one core
 LEAST = 0.1  # percent: smaller moves are not printed
 
 
@@ -53,10 +60,50 @@ def raised(param: Param) -> float:
     return value if step is None else step * round(value / step)
 
 
-def formulas(changed: Mapping[str, float]) -> Iterator[Row]:
-    """Compute all rows that come from formulas or short simulations, with some constants changed."""
-    numbers = {**{name: OF_BENCHMARKS[name].value for name in OF_ROWS}, **changed}
-    machine = ablations.Formulas.with_spec(_spec(changed))
+class Constants(NamedTuple):
+    """Constants from which rows are computed: the parameter table, and those of benchmarks alone."""
+
+    spec: Spec
+    of_rows: Callable[[str], float]
+
+
+def numbers(changed: Mapping[str, float]) -> Constants:
+    """Return all constants, some of them with other values."""
+    of_rows = {name: changed.get(name, OF_BENCHMARKS[name].value) for name in OF_ROWS}
+    spec = spec_with({name: value for name, value in changed.items() if name not in OF_ROWS})
+    return Constants(spec, of_rows.__getitem__)
+
+
+def watched(reads: set[str]) -> Constants:
+    """Return all constants unchanged; `reads` gets the name of each one that is read."""
+    fields = frozenset(Spec.__struct_fields__)
+
+    class Watched(Spec, frozen=True, eq=False):  # equal to no other one, so no cache has read for it before
+        """Parameter table that notes which parameters are read."""
+
+        def __post_init__(self) -> None:
+            """Check nothing: checks would read every parameter."""
+
+        def __getattribute__(self, name: str) -> Any:
+            if name in fields:
+                reads.add(name)
+            return super().__getattribute__(name)
+
+    plain = numbers({})
+
+    def of_rows(name: str) -> float:
+        reads.add(name)
+        return plain.of_rows(name)
+
+    return Constants(Watched(**msgspec.structs.asdict(plain.spec)), of_rows)
+
+
+RowsOf: TypeAlias = Callable[[Constants], Iterable[Row]]
+
+
+def formulas(given: Constants) -> Iterator[Row]:
+    """Compute all rows that come from formulas or short simulations."""
+    machine = ablations.Formulas.with_spec(given.spec)
     groups = ablations.groups(machine)
     for rows in (groups[name] for name in groups if name not in ablations.PREFILL):
         yield from rows
@@ -65,34 +112,84 @@ def formulas(changed: Mapping[str, float]) -> Iterator[Row]:
     yield from expert_skew.perfect_eplb(machine.prefill)
     yield from paper_rows.storage(machine.spec)
     for model in superpod.MEGASCALE:
-        yield from superpod.third_microbatch(model, numbers["comm_ratio"])
+        yield from superpod.third_microbatch(model, given.of_rows("comm_ratio"))
 
 
-def simulations(changed: Mapping[str, float]) -> Iterator[Row]:
-    """Simulate the pods of XDS 7.1, CM Table 1 and Figure 23, with some constants changed."""
-    spec = _spec(changed)
-    yield from superpod.colocated(spec)
-    yield from superpod.disaggregated(spec=spec)
-    yield from ems.table_1(spec)
-    yield from context_caching.figure_23(spec=spec)
+def table_1(given: Constants) -> list[Row]:
+    """Simulate how models are loaded (CM Table 1)."""
+    return ems.table_1(given.spec)
 
 
-def _spec(changed: Mapping[str, float]) -> Spec:
-    return spec_with({name: value for name, value in changed.items() if name not in OF_ROWS})
+def figure_23(given: Constants) -> list[Row]:
+    """Simulate prefill with the memory pool (CM Figure 23)."""
+    return context_caching.figure_23(spec=given.spec)
 
 
-def all_moves(
-    rows_of: Callable[[Mapping[str, float]], Iterable[Row]], tell: Callable[[str], None] = lambda name: None
-) -> list[Moves]:
-    """Compute how rows move with each constant; `tell` gets the name of the constant that is next."""
-    before = {row.name: row for row in rows_of({}) if row.published is not None}
-    moves: dict[str, dict[str, float]] = {name: {} for name in before}
-    for constant, param in constants().items():
-        tell(constant)
-        for row in rows_of({constant: raised(param)}):
-            if row.name in before and row.value != (base := before[row.name].value):
-                moves[row.name][constant] = 100 * (row.value / base - 1)
-    return [Moves(name, row.value, row.unit, how(row), moves[name]) for name, row in before.items()]
+def colocated(given: Constants) -> list[Row]:
+    """Simulate the 288 dies of XDS 7.1."""
+    return superpod.colocated(given.spec)
+
+
+def disaggregated(given: Constants) -> list[Row]:
+    """Simulate the 768 dies of XDS 7.1."""
+    return superpod.disaggregated(spec=given.spec)
+
+
+SIMULATIONS: tuple[RowsOf, ...] = (table_1, figure_23, colocated, disaggregated)
+
+
+class Base(NamedTuple):
+    """Rows with all constants as they are, the constants that were read for them, and how long it took."""
+
+    rows_of: RowsOf
+    rows: dict[str, Row]
+    reads: tuple[str, ...]
+    seconds: float
+
+
+def base(rows_of: RowsOf) -> Base:
+    """Compute rows, and find the constants on which they can depend: no other one is read for them."""
+    reads: set[str] = set()
+    begin = time.monotonic()
+    rows = {row.name: row for row in rows_of(watched(reads)) if row.published is not None}
+    return Base(rows_of, rows, tuple(filter(reads.__contains__, constants())), time.monotonic() - begin)
+
+
+def again(rows_of: RowsOf, constant: str) -> dict[str, float]:
+    """Compute rows with a constant that is a fifth higher; return their values by name."""
+    changed = numbers({constant: raised(constants()[constant])})
+    return {row.name: row.value for row in rows_of(changed)}
+
+
+def all_moves(parts: Sequence[RowsOf], tell: Callable[[str], None] = lambda text: None) -> list[Moves]:
+    """Compute how rows move with each constant that is read for them, long work on all cores; `tell` hears
+    how far it is."""
+    bases = []
+    for number, rows_of in enumerate(parts, 1):
+        tell(f"part {number} of {len(parts)} as it is")
+        bases.append(base(rows_of))
+    todo = [(each, constant) for each in bases for constant in each.reads]
+    left = sum(each.seconds for each, _ in todo)
+    count = min(len(todo), os.cpu_count() or 1) if left > LONG_S else 1
+    moves: dict[str, dict[str, float]] = {name: {} for each in bases for name in each.rows}
+    with contextlib.ExitStack() as stack:
+        run: Callable[..., Iterable[dict[str, float]]] = map
+        if count > 1:
+            run = stack.enter_context(ProcessPoolExecutor(count, get_context("spawn"))).map
+        values = iter(run(again, [each.rows_of for each, _ in todo], [constant for _, constant in todo]))
+        for each, constant in todo:
+            tell(f"{constant}, {_minutes(left / count)} left")
+            left -= each.seconds
+            for name, value in next(values).items():
+                if name in each.rows and value != (before := each.rows[name].value):
+                    moves[name][constant] = 100 * (value / before - 1)
+    rows = [row for each in bases for row in each.rows.values()]
+    return [Moves(row.name, row.value, row.unit, how(row), moves[row.name]) for row in rows]
+
+
+def _minutes(seconds: float) -> str:
+    """Say how long some work will take, by how long one part of it has taken."""
+    return f"about {seconds / 60:.0f} min" if seconds > 60 else "less than a minute"
 
 
 def host_effects() -> list[str]:
@@ -111,10 +208,9 @@ def host_effects() -> list[str]:
 
 def tell(is_json: bool, is_full: bool = False) -> None:
     """Raise each constant, and print how rows move; if `is_full`, simulated ones, too."""
-    found: list[Moves] = []
+    parts = (formulas, *(SIMULATIONS if is_full else ()))
     with working("bench papers --constants") as status:
-        for rows_of in (formulas, simulations)[: 1 + is_full]:
-            found += all_moves(rows_of, functools.partial(setattr, status, "detail"))
+        found = all_moves(parts, functools.partial(setattr, status, "detail"))
     if is_json:
         print(as_json(found))
     else:
@@ -145,12 +241,13 @@ def _indented(text: str) -> str:
 
 
 def as_json(found: Sequence[Moves]) -> str:
-    """Return constants with their raised values, and rows with their moves, as JSON for programs."""
+    """Return constants with their raised values, effects of the host, and rows with their moves, as JSON."""
     table: dict[str, Any] = {
         "constants": {
             name: {**msgspec.to_builtins(param), "raised": raised(param), "is_assumed_host": name in HOST}
             for name, param in constants().items()
         },
+        "host": host_effects(),
         "rows": msgspec.to_builtins(list(found)),
     }
     return json.dumps(table)

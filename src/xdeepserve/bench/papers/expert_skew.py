@@ -67,7 +67,7 @@ def hottest() -> tuple[float, float]:
 
 def gain(cost: LayerCost | None = None) -> Row:
     """Compute how much less time a layer takes with replicas, in percent."""
-    native, balanced = (layer_ns(each, cost) for each in hottest())
+    native, balanced = (layer_ns(each, slots, cost) for slots, each in enumerate(hottest()))
     return Row("xds.eplb.gain", 100 * (1 - balanced / native), "%", "predicted")
 
 
@@ -109,9 +109,9 @@ def hottest_of_prefill() -> float:
     return float(np.mean([hottest_of(in_order, EP, 1, [0.0] * EP) for in_order in orders]))
 
 
-def layer_ns(hottest: float, cost: LayerCost | None = None) -> float:
+def layer_ns(hottest: float, slots: int = 0, cost: LayerCost | None = None) -> float:
     """Compute a decode layer [ns] if one die receives `hottest` times the mean: at its port, and for its
-    experts."""
+    experts, of which `slots` are redundant."""
     cost = cost or LayerCost(resolve_model(MODEL).config, comm=CommCost())
     load, c = Load(requests=BATCH_288, rows=2, context=CONTEXT), cost.config
     received = load.requests * load.rows * c.num_experts_per_tok * EP288.total / EP288.routed
@@ -123,6 +123,7 @@ def layer_ns(hottest: float, cost: LayerCost | None = None) -> float:
         for op in OPS
     )
     copies = cost.spec.billed_copies(hottest * received, received)
-    experts = cost.stage_ns("Experts", Counts(0, copies=copies, touched=1))
-    gate = cost.stage_ns("Gate", Counts(load.requests * load.rows))
-    return cost.stream0_ns(load) + gate + sum(exchanges) + experts
+    experts = cost.stage_ns("Experts", Counts(0, copies=copies, touched=1 + slots))
+    dies = msgspec.structs.replace(EP288, redundant=slots)
+    routing = cost.routing_ns(load.requests * load.rows, dies)
+    return cost.stream0_ns(load) + routing + sum(exchanges) + experts

@@ -73,7 +73,7 @@ FITTED_GEMMS = (TABLE_9[0], TABLE_9[2], TABLE_9[4])
 TABLE_10 = (48, 44, 36, 32, 24)  # servers
 TABLE_6_BATCH = 128
 FIGURE_6_EP = 128
-EP288 = ExpertDies(288, 256, 32)  # XDS 7.1
+EP288 = ExpertDies(288, 256, 32, redundant=1)  # XDS 7.1
 WEIGHTS_GB = 671
 SMALLEST_BATCH = 4  # of a die, CM Table 4
 PROMPTS = (1024, 2048, 4096, 8192)

@@ -194,9 +194,13 @@ class ExecutionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = None
     overlap: Annotated[bool, "plan and launch the next step while the current one runs"] = False
     mtp: Annotated[Drafting, "naive: back to the host between main model and draft"] = "pipelined"
-    pin_cores: Annotated[bool, "each launch thread on a core of its own; without it launches jitter"] = True
-    cache_graphs: Annotated[bool, "no guard checks of compiled graphs"] = True
-    control_gc: Annotated[bool, "garbage collection by hand, in the same step everywhere"] = True
+    pin_cores: Annotated[
+        bool, "each launch thread on a core of its own; without it launches jitter, by an assumed time"
+    ] = True
+    cache_graphs: Annotated[bool, "no guard checks of compiled graphs, whose time is assumed"] = True
+    control_gc: Annotated[
+        bool, "garbage collection by hand, in the same step everywhere; its pause is assumed"
+    ] = True
     prefill: RoleExecution | None = None
     decode: RoleExecution | None = None
 

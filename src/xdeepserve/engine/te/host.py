@@ -15,7 +15,7 @@ from xdeepserve.engine.deploy.deployment import ExecutionConfig
 from xdeepserve.engine.numbers import StepNo
 from xdeepserve.hw.spec import Spec
 
-GC_PERIOD = 256  # steps between two collections: XDS 4.4, "every few hundred forward passes"
+GC_PERIOD = 256  # steps between two collections; assumed: XDS 4.4 says "every few hundred forward passes"
 PREEMPTION_RATE = 0.05  # of the launches of a thread that is not pinned; assumed
 
 
