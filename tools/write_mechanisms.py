@@ -37,6 +37,12 @@ the mechanism. This page is made by `tools/write_mechanisms.py`, which asks ever
 `tests/test_mechanisms.py` fails where a row has neither a preset nor a reason, and where a run does not show
 what is seen.
 """
+TAIL = """
+One mechanism is left out: sequence-parallel prefill over several DP groups, over more of them for a longer prompt.
+xDeepServe (4.3) names it as a difficulty of its first scheduler, whose place the shared queue has taken: ranks that
+suit 32K tokens did not suit 128K. How ranks were chosen, and on which of them KV lay then, it does not say. Within a
+DP group the tokens of a step are cut over its dies by SP-TP-SP, whatever the prompt's length.
+"""
 
 
 class Mechanism(NamedTuple):
@@ -402,7 +408,7 @@ MECHANISMS = (
         "engine/test_failover.py",
     ),
     Mechanism(
-        "vertical scale-down, which keeps the surviving dies' KV",
+        "vertical scale-down",
         "XDS 6.2",
         "recovery.failover=true",
         "engine/serving/kept_kv.py",
@@ -522,7 +528,7 @@ def page() -> str:
         places = names or f"none: {row.why}", SEEN.get(row.name, "setting"), f"`{row.file}`"
         cells = row.name, paper, setting, *places, f"`tests/{row.test}`"
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([HEAD, *lines, ""])
+    return "\n".join([HEAD, *lines, TAIL])
 
 
 if __name__ == "__main__":
