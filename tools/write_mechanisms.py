@@ -38,10 +38,11 @@ the mechanism. This page is made by `tools/write_mechanisms.py`, which asks ever
 what is seen.
 """
 TAIL = """
-One mechanism is left out: sequence-parallel prefill over several DP groups, over more of them for a longer prompt.
-xDeepServe (4.3) names it as a difficulty of its first scheduler, whose place the shared queue has taken: ranks that
-suit 32K tokens did not suit 128K. How ranks were chosen, and on which of them KV lay then, it does not say. Within a
-DP group the tokens of a step are cut over its dies by SP-TP-SP, whatever the prompt's length.
+One mechanism is left out: sequence-parallel prefill over several DP groups, over more of them for a longer
+prompt. xDeepServe (4.3) names it as a difficulty of its first scheduler, whose place the shared queue has
+taken: ranks that suit 32K tokens did not suit 128K. How ranks were chosen, and on which of them KV lay
+then, it does not say. Within a DP group the tokens of a step are cut over its dies by SP-TP-SP, whatever
+the prompt's length.
 """
 
 
