@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import msgspec
 
 from xdeepserve import LLM
-from xdeepserve.engine.balance.auto_scaler import ScaleBounds
+from xdeepserve.engine.deploy.scale_bounds import ScaleBounds
 from xdeepserve.hw.spec import Spec
 from xdeepserve.llm import digest
 from xdeepserve.model.presets import resolve_model

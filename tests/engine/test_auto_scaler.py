@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xdeepserve.engine.balance.auto_scaler import ScaleBounds, ScaleLook, ScaleState, next_wanted
+from xdeepserve.engine.balance.auto_scaler import ScaleLook, ScaleState, next_wanted
+from xdeepserve.engine.deploy.scale_bounds import ScaleBounds
 from xdeepserve.errors import InputError
 
 BOUNDS = ScaleBounds(most=32, up_s=2, down_s=10, calm_s=5)

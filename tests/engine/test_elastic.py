@@ -93,15 +93,13 @@ def test_dies_lost_while_tes_come_and_go_cost_no_bit(tiny: TinyCheckpoint, seed:
 def test_without_room_for_a_te_requests_that_wait_end_with_the_reason(
     tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with LLM(tiny, "monolithic", overrides=FROM_NONE) as llm:
+    with LLM(tiny, "monolithic", overrides=[*FROM_NONE, "scale.warm=0"]) as llm:
         first = llm.generate(PROMPTS[:1], PARAMS, keep_logits=True)
 
         def full(*_: Any) -> None:
             raise DeploymentError("the pod has no 1 free dies side by side")
 
         monkeypatch.setattr(PodPlan, "add", full)
-        llm.engine._group.joining.release_warm()
-        llm.engine._group.elastic._num_warm = 0
         later = llm.virtual_ns + 10**11
         with pytest.raises(
             XDeepServeError, match=r"no TE could be brought up for this request.*no 1 free dies"
@@ -118,11 +116,10 @@ def test_an_engine_that_ends_while_tes_are_on_their_way_gives_their_dies_back(ti
     with LLM(tiny, "monolithic", overrides=[*FROM_NONE, "scale.warm=2"]) as llm:
         llm.generate(PROMPTS, PARAMS)
         pod = llm.engine.plan.pod
-        assert (
-            [te.life for te in llm.engine.tes()].count("planned") == len(llm.engine._group.joining.warm) > 0
-        )
-        assert len(pod.holders) > 1
-    assert not llm.engine._group.joining.warm
+        warm = {te.name for te in llm.engine.tes() if te.life == "planned"}
+        assert warm
+        assert warm <= {holder.split(" of ")[0] for holder in pod.holders.values()}
+    assert warm.isdisjoint(holder.split(" of ")[0] for holder in pod.holders.values())
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from xdeepserve.engine.job.executor import JobExecutor
 from xdeepserve.engine.job.links import Links
 from xdeepserve.engine.serving import joining, te_group
 from xdeepserve.engine.serving.control_plane import ControlPlane
+from xdeepserve.engine.serving.elastic import Elastic
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.serving.failover import Failover
 from xdeepserve.engine.serving.joining import Joining
@@ -91,6 +92,7 @@ SWAP = ("cache.num_host_blocks=8", "cache.preemption=swap")
 TE, BEAT = "engine/te/te.py:TE.start", "engine/serving/control_plane.py:ControlPlane._beat"
 EXPERTS, FLOW = "engine/die/experts.py:ExpertProgram", "comm/distflow/endpoint.py:Endpoint"
 GROUP, POOL = "engine/serving/te_group.py:TEGroup", "ems/pool_prefixes.py:PoolPrefixes._detach"
+ELASTIC, LOOKS = "engine/serving/elastic.py:Elastic._detach", ("scale.every_s=1e-4",)
 PLANNED, CARD = "hw/clock.py:Clock._advance", "hw/rdma.py:RDMACard"
 KINDS = (
     Kind("die program", TE, Executor, "run", "colocated", ("dies=2",)),
@@ -143,6 +145,9 @@ KINDS = (
         *("TE that joins", "engine/serving/joining.py:Joining._begin", Joining, "_join", "colocated"),
         *(("dies=1",), (), True, adds_a_te),
     ),
+    Kind("TE that load brings", ELASTIC, Elastic, "_bring", "monolithic", ("scale.least=2", *LOOKS)),
+    Kind("TE that is pre-warmed", ELASTIC, Elastic, "_warm", "monolithic", ("scale.warm=1", *LOOKS)),
+    Kind("look of the AutoScaler", PLANNED, Elastic, "_look_again", "monolithic", LOOKS),
     Kind("TE that leaves", f"{GROUP}._leave", te.TE, "leave", "pd", TWO, (), True, removes_a_te),
     Kind(
         *("tokens as they flow", "engine/ways/flow/clock.py:FlowClock.send", FlowClock, "_carry"),

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from xdeepserve import LLM, SamplingParams
-from xdeepserve.engine.balance.auto_scaler import SCALING
 from xdeepserve.engine.balance.dp import GroupStatus, next_of_all, next_open, two_level
 from xdeepserve.engine.balance.eplb import Slots, by_slices, by_totals
 from xdeepserve.engine.deploy.deployment import Deployment
-from xdeepserve.engine.deploy.policies import BY_SETTING, DISPATCH, OWN, ROUTE, Policies
+from xdeepserve.engine.deploy.policies import BY_SETTING, DISPATCH, OWN, ROUTE, SCALING, Policies
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.deploy.settings import settings
 from xdeepserve.engine.dp.block_table import Holding

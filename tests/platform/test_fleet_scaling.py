@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from tests.platform.tools import LIMITS, PRICE, small
-from xdeepserve.engine.balance.auto_scaler import ScaleBounds
+from xdeepserve.engine.deploy.scale_bounds import ScaleBounds
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.platform.fleet import Fleet
 from xdeepserve.platform.fleet_scaling import FleetScaler, alone_ns

@@ -29,7 +29,6 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from xdeepserve.engine.balance.auto_scaler import ScaleBounds
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import (
     Attention,
@@ -44,6 +43,7 @@ from xdeepserve.engine.deploy.deployment import (
     TPMode,
 )
 from xdeepserve.engine.deploy.policies import ROUTE, Route
+from xdeepserve.engine.deploy.scale_bounds import ScaleBounds
 from xdeepserve.engine.description import memory_uses
 from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.errors import InputError, meant

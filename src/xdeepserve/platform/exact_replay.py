@@ -84,7 +84,7 @@ def engine_of(
 
 
 def _check(cluster: Cluster) -> None:
-    """Raise InputError for what the engine has not, or not for some TEs alone."""
+    """Raise InputError for a cluster that an engine cannot be."""
     moving = [name for name in ("scale", "roles", "pool") if getattr(cluster, name) is not None]
     if moving:
         raise InputError(f"--exact: the engine's TEs stay as they are: without [{'], ['.join(moving)}]")

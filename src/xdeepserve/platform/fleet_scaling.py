@@ -14,7 +14,9 @@ from typing import Literal
 
 import msgspec
 
-from xdeepserve.engine.balance.auto_scaler import SCALING, ScaleBounds, ScaleLook, ScaleState, ScalingPolicy
+from xdeepserve.engine.balance.auto_scaler import ScaleLook, ScaleState, ScalingPolicy
+from xdeepserve.engine.deploy.policies import SCALING
+from xdeepserve.engine.deploy.scale_bounds import ScaleBounds
 from xdeepserve.platform.fleet import Fleet
 from xdeepserve.platform.fleet_words import FleetTE, ServedRequest
 from xdeepserve.platform.scale_up import ScaleUp

@@ -67,7 +67,7 @@ class Replayed(NamedTuple):
     busy_ns: list[float]
 
 
-class _Watch:
+class _TracedTEs:
     """Notes which TEs have had a sequence, and how long each TE was busy with steps."""
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ def replayed(
         SamplingParams(max_tokens=max(1, each.output_length // shrink), temperature=0.0, ignore_eos=True)
         for each in requests
     ]
-    watch = _Watch()
+    watch = _TracedTEs()
     for te in llm.engine.je.tes:
         watch.number_of(te.plan.name)
     llm.engine.observe(watch.see)

@@ -1,4 +1,4 @@
-"""What a job executor knows of prompts that it has given to TEs and that are not yet computed.
+"""Ledger of a job executor: the prompts that it has given to TEs and that are not yet computed.
 
 Each prompt has a cost, allowing for its cached prefix. Sums are of whole numbers, so a prompt that has come
 and gone leaves nothing behind.

@@ -15,7 +15,6 @@ import msgspec
 from msgspec import field
 
 from xdeepserve.comm import exchange_choices
-from xdeepserve.engine.balance.auto_scaler import ScaleBounds
 from xdeepserve.engine.deploy.policies import (
     ADMISSION,
     DECODE,
@@ -34,6 +33,7 @@ from xdeepserve.engine.deploy.policies import (
     Route,
     Victim,
 )
+from xdeepserve.engine.deploy.scale_bounds import ScaleBounds
 from xdeepserve.errors import InputError
 from xdeepserve.hw.topology import Topology
 from xdeepserve.model.config import TPMode

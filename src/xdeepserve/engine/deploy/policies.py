@@ -193,6 +193,12 @@ PLACEMENT: Final = Policies(
     },
 )
 
+SCALING: Final = Policies(
+    "how the wanted number of TEs follows load and missed service levels",
+    "engine.balance.auto_scaler.ScalingPolicy",
+    {"load": Policy("xdeepserve.engine.balance.auto_scaler:next_wanted", "three levels of load")},
+)
+
 BY_SETTING: Final[Mapping[str, Policies]] = {
     "scheduler.route": ROUTE,
     "scheduler.dispatch": DISPATCH,
@@ -204,6 +210,7 @@ BY_SETTING: Final[Mapping[str, Policies]] = {
     "experts.placement": PLACEMENT,
 }
 
+Scaling: TypeAlias = Annotated[str, SCALING.meta]
 Route: TypeAlias = Annotated[str, ROUTE.meta]
 Dispatch: TypeAlias = Annotated[str, DISPATCH.meta]
 Decode: TypeAlias = Annotated[str, DECODE.meta]

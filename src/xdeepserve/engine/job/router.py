@@ -91,12 +91,12 @@ class Router:
         self.num_broken = 0  # of these, tokens that were computed after all
 
     def join(self, te: TE) -> None:
-        """Hear what a TE has cached, from now on, if the policy asks for it."""
+        """Hear of the prefix cache of a TE from now on, if the policy asks for it."""
         if self._asks:
             self._cached.join(te)
 
     def leave(self, te: TE) -> None:
-        """Forget what a TE had cached."""
+        """Forget the prefix cache of a TE."""
         self._cached.leave(te)
 
     def reached(self, seq: Sequence) -> int:

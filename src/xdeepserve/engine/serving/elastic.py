@@ -15,8 +15,9 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from xdeepserve.engine.balance.auto_scaler import SCALING, ScaleLook, ScaleState, ScalingPolicy
+from xdeepserve.engine.balance.auto_scaler import ScaleLook, ScaleState, ScalingPolicy
 from xdeepserve.engine.deploy.deployment import ScaleConfig
+from xdeepserve.engine.deploy.policies import SCALING
 from xdeepserve.engine.dp.events import TEsWanted
 from xdeepserve.engine.job.executor import JobExecutor
 from xdeepserve.engine.te.te import TE
@@ -142,7 +143,8 @@ class Elastic:
         self.processes = [*(each for each in self.processes if not each.done()), process]
 
     async def _bring(self, number: int) -> None:
-        """Bring a TE, unless it is called off: a pre-warmed one if there is one, and then start another."""
+        """Bring a pre-warmed TE, and then start another, or a cold one. It may be called off before its
+        weights come."""
         is_warm = self._num_warm > 0
         self._num_warm -= is_warm
         await self._clock.sleep(round(1e9 * (COSTS.warm_s if is_warm else COSTS.cold_s)))
