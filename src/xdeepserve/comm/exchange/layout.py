@@ -30,6 +30,7 @@ from functools import cached_property
 import msgspec
 import numpy as np
 
+from xdeepserve.comm.cells import NO_HEADER, Cells, row_dtype
 from xdeepserve.comm.checks import check_count
 from xdeepserve.comm.exchange.answers import AnswerFormat
 from xdeepserve.comm.wire import Blocks, padded
@@ -154,3 +155,9 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         for blocks in (self.dispatch, self.combine):
             blocks.plan_reader(memory)
             blocks.plan_writer(memory)
+
+    def cells(self) -> dict[str, Cells]:
+        """Map the regions to their cells: fields, blocks and rows of each operation."""
+        row = row_dtype(HEADER_DTYPE, self.dispatch_payload, self.hidden, 0, self.dispatch_row)
+        answer = row_dtype(NO_HEADER, self.combine_payload, self.hidden, 0, self.combine_row)
+        return self.dispatch.cells(row, "peer") | self.combine.cells(answer, "peer")
