@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cached_property
+from typing import Self
 
 import msgspec
 import numpy as np
@@ -86,14 +87,14 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     def for_group(
         cls,
         group: Group,
-        *,
         max_tokens: int,
+        *,
         top_k: int,
         hidden: int,
         quantize: bool = True,
         name: str = "xccl",
         int8_answers: bool = False,
-    ) -> Layout:
+    ) -> Self:
         most = group.max_experts_per_rank
         return cls(group.num_ranks, max_tokens, top_k, hidden, most, quantize, name, int8_answers)
 

@@ -101,8 +101,8 @@ class FusedLayout(msgspec.Struct, frozen=True):
     def for_group(
         cls,
         group: Group,
-        *,
         local_batch: int,
+        *,
         top_k: int,
         hidden: int,
         quantize: bool = True,

@@ -7,6 +7,7 @@ import numpy as np
 
 from xdeepserve.comm.collectives.cost import CollectiveCost
 from xdeepserve.comm.cost import CommCost
+from xdeepserve.comm.exchange_choices import EXCHANGES
 from xdeepserve.comm.services.layout import ServiceLayout
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.expert_memory import ExpertMemory
@@ -96,7 +97,7 @@ class ClockWiring:
             AmongClock(
                 *(pod.clock, team.dies, timeout_ns, loads.settle, config.num_experts_per_tok),
                 lanes.get(walk.overlap, f"XCCL microbatch {m}"),
-                walk.pushes,
+                EXCHANGES[walk.exchange],
             )
             for m, loads in enumerate(self.loads)
         ]
