@@ -17,7 +17,7 @@ from xdeepserve.cli import main
 from xdeepserve.comm.cost import FORMULAS, OPS, CommCost
 from xdeepserve.comm.exchange_choices import Exchange
 from xdeepserve.comm.p2p.layout import RingLayout
-from xdeepserve.comm.port_cost import Load, expected_maximum
+from xdeepserve.comm.port_cost import PortLoad, expected_maximum
 from xdeepserve.errors import InputError
 from xdeepserve.hw.engines import Copy
 from xdeepserve.hw.pod import Pod
@@ -143,7 +143,7 @@ def test_the_exchange_parameters_are_the_fit_to_the_rows_that_say_so() -> None:
         for ep in sizes.FITTED_EP_SIZES:
             rows = 1024 * cost.busiest(ep, 1024)
             load = cost.crossing_ns(ep, rows) / spec.exchange_copy.value / 1e9
-            steps_ns = FORMULAS[cost.way][op](cost, Load(ep, 128, 8, rows, stretch=0))
+            steps_ns = FORMULAS[cost.way][op](cost, PortLoad(ep, 128, 8, rows, stretch=0))
             own = steps_ns / 1e3 - meetings * 1e6 * spec.core_meeting.value
             us = published()[f"cm.t6/{op}/ep={ep}"].value
             features.append((meetings / us, load / us))

@@ -1,4 +1,4 @@
-"""Cells: what the bytes of a region are, field by field or row by row.
+"""Cells: the fields and rows of which a region of a memory is made.
 
 A layout's `cells()` maps its regions to them, so that images of a die's memory can be read in words.
 """

@@ -14,11 +14,11 @@ from typing import Final, Literal, TypeAlias
 from xdeepserve.comm.exchange import cost as pull
 from xdeepserve.comm.exchange_choices import Carrier, Exchange
 from xdeepserve.comm.fused import cost as push
-from xdeepserve.comm.port_cost import ACTIVATION, ANSWER, Load, PortCost
+from xdeepserve.comm.port_cost import ACTIVATION, ANSWER, PortCost, PortLoad
 
 Op: TypeAlias = Literal["dispatch", "combine"]
 OPS: tuple[Op, Op] = "dispatch", "combine"
-FORMULAS: Final[Mapping[Exchange, Mapping[Op, Callable[[PortCost, Load], float]]]] = {
+FORMULAS: Final[Mapping[Exchange, Mapping[Op, Callable[[PortCost, PortLoad], float]]]] = {
     "pull": {"dispatch": pull.dispatch_ns, "combine": pull.combine_ns},
     "push": {"dispatch": push.dispatch_ns, "combine": push.combine_ns},
 }
@@ -42,12 +42,12 @@ class CommCost(PortCost, frozen=True):
         `copies` experts each.
 
         It adds the rank's own steps and a price for each copy that crosses the UB port of the busiest rank,
-        times `stretch` (see `Load`).
+        times `stretch` (see `PortLoad`).
         """
         rows = batch * copies
         share = min(1.0, (senders or num_ranks) / num_ranks)
         come = rows * share * self.busiest(num_ranks, rows * share)
-        return FORMULAS[self.way][op](self, Load(num_ranks, batch, copies, come, stretch))
+        return FORMULAS[self.way][op](self, PortLoad(num_ranks, batch, copies, come, stretch))
 
     # ---- A2E and E2A (XDS 3.3) --------------------------------------------------------------------------
 

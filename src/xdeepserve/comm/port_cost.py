@@ -18,7 +18,7 @@ from xdeepserve.hw.topology import SUB_PLANES, Topology
 ACTIVATION, ANSWER = 4, 2  # bytes of an element where it is computed, and on its way back
 
 
-class Load(NamedTuple):
+class PortLoad(NamedTuple):
     """Load of a dispatch or combine: each rank has `batch` tokens for `copies` experts each, and the busiest
     rank has `come` rows for its experts.
 
@@ -47,7 +47,7 @@ class PortCost(msgspec.Struct, frozen=True):
             return 1.0
         return 1 + expected_maximum(num_ranks) * math.sqrt((1 - 1 / num_ranks) / rows)
 
-    def stretched_ns(self, load: Load) -> float:
+    def stretched_ns(self, load: PortLoad) -> float:
         """Time (ns) of all token copies of a load at the busiest port, when serving."""
         return self.crossing_ns(load.num_ranks, max(load.batch * load.copies, load.come)) * load.stretch
 

@@ -6,12 +6,12 @@ come; and the push, which ends when the busiest port is through.
 
 from __future__ import annotations
 
-from xdeepserve.comm.port_cost import ANSWER, Load, PortCost
+from xdeepserve.comm.port_cost import ANSWER, PortCost, PortLoad
 
 SCALE_SLOT = 512  # bytes of a message beside its INT8 payload
 
 
-def dispatch_ns(cost: PortCost, load: Load) -> float:
+def dispatch_ns(cost: PortCost, load: PortLoad) -> float:
     """Time (ns) of a FusedDispatch: the cores meet before the flags, and when they know all counts."""
     spec = cost.spec
     own = 2 * spec.meeting_ns() + cost.told_ns(load.num_ranks)
@@ -19,7 +19,7 @@ def dispatch_ns(cost: PortCost, load: Load) -> float:
     return spec.kernel_ns(0, 0) + own + gathered + cost.stretched_ns(load)
 
 
-def combine_ns(cost: PortCost, load: Load) -> float:
+def combine_ns(cost: PortCost, load: PortLoad) -> float:
     """Time (ns) of a FusedCombine, whose answers are summed where they arrive."""
     spec, elements = cost.spec, load.come * cost.hidden
     summed = max(spec.hbm_ns(load.come * ANSWER * cost.hidden), cost.vector_ns(2 * elements))
