@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from xdeepserve import LLM
+from xdeepserve.comm.cells import members
 from xdeepserve.comm.trampoline.layout import A2ELayout
 from xdeepserve.comm.wire import Blocks
-from xdeepserve.golden.cells import a2e_cells, members
 from xdeepserve.hw.fault_kinds import Moment
 from xdeepserve.hw.spec import Spec
 from xdeepserve.hw.trace import Trace, TraceSpan
@@ -135,7 +135,7 @@ def parts(row: np.dtype[np.void]) -> tuple[str, str]:
 
 def wire(layout: A2ELayout) -> str:
     """The bytes of each stage, as the layouts of the run have them."""
-    cells = a2e_cells(layout)
+    cells = layout.cells()
     rows = [
         (
             leg.stage,

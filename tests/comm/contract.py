@@ -11,6 +11,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -24,11 +25,9 @@ from xdeepserve.comm import oracles
 from xdeepserve.comm.collectives.handle import Collectives
 from xdeepserve.comm.collectives.layout import CollectiveLayout
 from xdeepserve.comm.distflow import DistFlow, Endpoint, Span
-from xdeepserve.comm.exchange.handle import XCCL
-from xdeepserve.comm.exchange.layout import Group, Layout
+from xdeepserve.comm.exchange.layout import Group
 from xdeepserve.comm.exchange.rows import Received
-from xdeepserve.comm.fused.handle import FusedXCCL
-from xdeepserve.comm.fused.layout import FusedLayout
+from xdeepserve.comm.exchange_choices import EXCHANGES
 from xdeepserve.comm.means import Means
 from xdeepserve.comm.p2p.handle import PointToPoint
 from xdeepserve.comm.p2p.layout import RingLayout
@@ -40,6 +39,7 @@ from xdeepserve.comm.services.server import Batching, ServiceServer
 from xdeepserve.comm.trampoline.a2e import AttentionSide, ExpertSide
 from xdeepserve.comm.trampoline.layout import A2ELayout, Sides
 from xdeepserve.comm.trampoline.naive import NaiveAttentionSide, NaiveExpertSide
+from xdeepserve.engine.ways.among.real import ENDS
 from xdeepserve.errors import AddressError, DeploymentError, HardwareError, ProtocolError
 from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.die import Die
@@ -360,7 +360,41 @@ def one_is_ahead(op: str, first: int = 0) -> Callable[[Scene], Words]:
     return disagree
 
 
-# ---- dispatch and combine, pulled and pushed --------------------------------------------------------
+# ---- dispatch and combine, by each exchange ---------------------------------------------------------
+
+
+class AmongRow(NamedTuple):
+    """What an exchange of `ENDS` leaves when all is over, and its difference from dispatch and combine."""
+
+    look: Callable[[Sequence[Any], int], None]
+    receive: Callable[..., Any] = oracles.dispatch
+    joins: bool = False  # a handle is reset for a smaller group; else there are new ones
+    extra: Callable[[int, Batch], Mapping[str, Any]] = lambda number, batch: {}
+    """Arguments of combine that no other exchange has, by a number that changes from call to call."""
+
+
+def fields_of_all(handles: Sequence[Any], last_event: int) -> None:
+    for xccl, op in itertools.product(handles, ("dispatch", "combine")):
+        fields = xccl.fields(op)
+        assert [field.event_id for field in fields] == [last_event] * len(handles)
+        assert [f.pointer for f in fields] == [peer.block_offset(op, xccl.rank) for peer in handles]
+
+
+def clean_flags(handles: Sequence[Any], last_event: int) -> None:
+    for xccl in handles:
+        flags = xccl.region("token_flags")
+        assert not any(xccl.die.memory.read(flags.offset, flags.nbytes)), "flags are clean afterwards"
+
+
+def shared_output(number: int, batch: Batch) -> Mapping[str, Any]:
+    """The shared expert's, in every other call."""
+    return {"shared": None if number % 2 else batch[0] * np.float32(0.5)}
+
+
+AMONG = {
+    "pull": AmongRow(fields_of_all),
+    "push": AmongRow(clean_flags, oracles.fused_dispatch, joins=True, extra=shared_output),
+}
 
 
 @asynccontextmanager
@@ -368,8 +402,7 @@ async def exchange(**given: Any) -> AsyncIterator[Scene]:
     o = Options(**given)
     o.group_of_all = o.group(o.rng.permutation(32)[: o.num_ranks].tolist())
     most = o.num_experts if o.is_full else o.group_of_all.max_experts_per_rank
-    kind = FusedLayout if o.way == "push" else Layout
-    o.layout = kind(o.num_ranks, o.max_tokens, o.top_k, o.hidden, most, o.quantized)
+    o.layout = ENDS[o.way].layout(o.num_ranks, o.max_tokens, o.top_k, o.hidden, most, o.quantized)
     work = o.batches(o.num_ranks)
     pod = o.pod(
         dict.fromkeys(o.group_of_all.dies, o.layout.plan), topology=Topology(servers=4, chips_per_server=4)
@@ -379,11 +412,10 @@ async def exchange(**given: Any) -> AsyncIterator[Scene]:
 
 def among(o: Options, pod: Pod, group: Group, work: list[list[Batch]], handles: Sequence[Any] = ()) -> Scene:
     """`handles` go on in the group; else there are new ones."""
-    layout, is_pushed, quantizer = o.layout, o.way == "push", quantize if o.quantized else None
-    kind = FusedXCCL if is_pushed else XCCL
-    prefix = "fused " if is_pushed else ""
+    layout, quantizer, make = o.layout, quantize if o.quantized else None, ENDS[o.way].handle
+    row, traits = AMONG[o.way], EXCHANGES[o.way]
     handles = handles or [
-        kind(pod.dies[die], rank, group, layout, quantize, o.means) for rank, die in enumerate(group.dies)
+        make(pod.dies[die], rank, group, layout, quantize, o.means) for rank, die in enumerate(group.dies)
     ]
 
     def rank_of(rank: int, xccl: Any) -> Rank:
@@ -391,48 +423,36 @@ def among(o: Options, pod: Pod, group: Group, work: list[list[Batch]], handles: 
             x, topk, weights = work[turn][rank]
             got = await xccl.dispatch(x, topk, event)
             received, out = copied(got), answers(got)
-            shared = (weights, event, shared_of(turn, rank)) if is_pushed else (event,)
-            return received | {"result": (await xccl.combine(out, *shared)).copy()}
+            more = {"topk_weights": weights, "event_id": event} | row.extra(turn + rank, work[turn][rank])
+            return received | {"result": (await xccl.combine(out, **more)).copy()}
 
-        return Rank(rank, xccl.die, call, (lambda: xccl.reset(group)) if is_pushed else xccl.reset, xccl)
-
-    def shared_of(turn: int, rank: int) -> Any:
-        return None if (turn + rank) % 2 else work[turn][rank][0] * np.float32(0.5)
+        return Rank(rank, xccl.die, call, (lambda: xccl.reset(group)) if row.joins else xccl.reset, xccl)
 
     def expected(turn: int, rank: int) -> Any:
         tokens, topk, weights = zip(*work[turn], strict=True)
-        receive = oracles.fused_dispatch if is_pushed else oracles.dispatch
         out = oracles.combine(tokens[rank], topk[rank], expert, quantizer)
-        if is_pushed:
-            out = oracles.fused_combine(out, weights[rank], shared_of(turn, rank))
-        return receive(tokens, topk, group.expert_rank, rank, quantizer) | {"result": out}
+        if traits.sums:
+            out = oracles.fused_combine(out, weights[rank], **row.extra(turn + rank, work[turn][rank]))
+        return row.receive(tokens, topk, group.expert_rank, rank, quantizer) | {"result": out}
 
     def refused() -> list[Refused]:
         xccl, (x, topk, weights) = handles[0], one_token(layout)
-        out = (x, weights, 1) if is_pushed else (x, 1)
+        early = partial(xccl.combine, x, topk_weights=weights, event_id=1)
         return [
-            *refused_tokens(f"{prefix}dispatch", lambda x, e: xccl.dispatch(x, e, 1), layout, o.num_experts),
+            *refused_tokens(
+                f"{traits.prefix}dispatch", lambda x, e: xccl.dispatch(x, e, 1), layout, o.num_experts
+            ),
             *refused_events(lambda event: xccl.dispatch(x, topk, event)),
-            Refused(lambda: xccl.combine(*out), ProtocolError, f"rank 0 cannot {prefix}combine while ready"),
+            Refused(early, ProtocolError, f"rank 0 cannot {traits.prefix}combine while ready"),
         ]
-
-    def look(last_event: int) -> None:
-        for xccl in handles:
-            if is_pushed:
-                flags = xccl.region("token_flags")
-                assert not any(xccl.die.memory.read(flags.offset, flags.nbytes)), "flags are clean afterwards"
-                continue
-            for op in ("dispatch", "combine"):
-                fields = xccl.fields(op)
-                assert [field.event_id for field in fields] == [last_event] * len(handles)
-                assert [f.pointer for f in fields] == [peer.block_offset(op, xccl.rank) for peer in handles]
 
     def without(lost: int) -> Scene:
         (dies,), (left,) = kept([group.dies], lost), kept([handles], lost)
         smaller = Group(tuple(dies), tuple(e % len(dies) for e in range(o.num_experts)))
-        return among(o, pod, smaller, kept(work, lost), left if is_pushed else ())
+        return among(o, pod, smaller, kept(work, lost), left if row.joins else ())
 
-    return Scene(pod, [rank_of(*each) for each in enumerate(handles)], expected, refused, look, without)
+    ranks, look = [rank_of(*each) for each in enumerate(handles)], partial(row.look, handles)
+    return Scene(pod, ranks, expected, refused, look, without)
 
 
 def steps_of(*ops: str, steps: Sequence[int]) -> Callable[..., list[tuple[str, int]]]:

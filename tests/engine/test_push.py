@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import get_args
+import math
+from typing import Any, get_args
 
 import pytest
 from msgspec.structs import replace
@@ -10,13 +11,18 @@ from msgspec.structs import replace
 from tests.engine.lockstep import GREEDY, PROMPTS
 from tests.engine.pods import SHAPES, overrides
 from tests.tools import one_die
+from xdeepserve.comm.cost import FORMULAS
+from xdeepserve.comm.exchange.layout import Group
+from xdeepserve.comm.exchange_choices import EXCHANGES
 from xdeepserve.engine.deploy.deployment import Exchange
 from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import resolve
-from xdeepserve.engine.deploy.rules import LOCKSTEP, refused, without_effect
+from xdeepserve.engine.deploy.rules import without_effect
 from xdeepserve.engine.run.lockstep.choice import TWINS
+from xdeepserve.engine.ways.among.real import ENDS
 from xdeepserve.errors import DeploymentError
 from xdeepserve.history import History, Told, serve
+from xdeepserve.hw.memory import MemoryPlan
 from xdeepserve.llm import digest
 from xdeepserve.model.presets import TinyCheckpoint
 from xdeepserve.model.weights import Recipe
@@ -108,10 +114,46 @@ def test_each_value_has_a_way_of_its_own_or_is_refused(exchange: str, deployment
         assert told.trace.digest() != pulled.trace.digest()
 
 
+def test_each_value_has_a_row_in_every_table() -> None:
+    """Traits, layout and handle, and formulas; and a twin, unless lockstep refuses it."""
+    values = {*get_args(Exchange)}
+    assert {*EXCHANGES} == {*ENDS} == {*FORMULAS} == values
+    assert {value for value in values if EXCHANGES[value].has_twin} == {*TWINS}
+
+
 @pytest.mark.parametrize("exchange", get_args(Exchange))
-def test_each_value_has_a_twin_or_lockstep_refuses(exchange: str) -> None:
-    refusals = refused(resolve("colocated", [f"exchange={exchange}"]), LOCKSTEP)
-    assert bool(refusals) == (exchange not in TWINS)
+def test_each_region_has_cells(exchange: Exchange) -> None:
+    """And they are as large as it is, up to its alignment."""
+    group, plan = Group((0, 1, 2), (0, 0, 1, 2)), MemoryPlan(0)
+    layout = ENDS[exchange].layout.for_group(group, 5, top_k=3, hidden=40)
+    layout.plan(plan)
+    planned = {name: each.nbytes for area in plan.areas for name, each in area.regions.items()}
+    told = {
+        name: math.prod((cells.dtype.itemsize, *(n for _, n in cells.dims)))
+        for name, cells in layout.cells().items()
+    }
+    assert told == planned
+
+
+@pytest.mark.parametrize(
+    ("traits", "kind", "settings", "said"),
+    [
+        ({"has_twin": False}, "colocated", ["lockstep=true"], "lockstep has no twin of exchange=push"),
+        (
+            {"is_apart": False},
+            "eaas",
+            [],
+            "with attention and experts, and eaas has them apart",
+        ),
+        ({"waits_for": "a nod"}, "moe-attention", ["dataflow=true"], "exchange=push waits for a nod, and"),
+    ],
+)
+def test_refusals_follow_from_traits(
+    traits: dict[str, Any], kind: str, settings: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(EXCHANGES, "push", EXCHANGES["push"]._replace(**traits))  # type: ignore[arg-type]
+    with pytest.raises(DeploymentError, match=said):
+        fit(resolve(kind, ["exchange=push", *settings]), TinyCheckpoint().config)
 
 
 def test_what_cannot_be_is_refused_in_one_line() -> None:

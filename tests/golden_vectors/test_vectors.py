@@ -19,7 +19,7 @@ from xdeepserve.comm import oracles
 from xdeepserve.errors import InputError, XDeepServeError
 from xdeepserve.golden import vectors
 from xdeepserve.golden.cases import CASES, NUM_TOKENS, Done, expert
-from xdeepserve.golden.cells import locate
+from xdeepserve.golden.locate import locate
 from xdeepserve.model import canonical
 
 COMMITTED = Path(__file__).parent / "digests.json"

@@ -11,12 +11,13 @@ A field (32 bytes, little endian):   event ID u64 | pointer u64 | token count u3
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from xdeepserve.comm.cells import Cells
 from xdeepserve.hw.memory import MemoryPlan
 
 FIELD = struct.Struct("<QQI12x")
@@ -70,6 +71,15 @@ class Blocks(msgspec.Struct, frozen=True):
     def region(self, part: str) -> str:
         """Name of a region; part is fields, blocks or rows."""
         return f"{self.name}.{part}"
+
+    def cells(self, row: np.dtype[Any], reader: str = "reader") -> dict[str, Cells]:
+        """Map the regions of both ends to cells with rows of this type; `reader` is what its writers call
+        their peers."""
+        return {
+            self.region("fields"): Cells(FIELD_DTYPE, (("peer", self.num_writers),)),
+            self.region("blocks"): Cells(row, ((reader, self.num_readers), ("row", self.rows_per_block))),
+            self.region("rows"): Cells(row, (("row", self.max_rows),)),
+        }
 
     def plan_writer(self, memory: MemoryPlan) -> None:
         """Reserve the blocks of a writer."""

@@ -25,13 +25,6 @@ from xdeepserve.comm.trampoline.a2e import AttentionSide, ExpertSide
 from xdeepserve.comm.trampoline.layout import A2ELayout, Sides
 from xdeepserve.comm.trampoline.naive import NaiveAttentionSide, NaiveExpertSide
 from xdeepserve.golden import expected
-from xdeepserve.golden.cells import (
-    a2e_cells,
-    a2e_naive_cells,
-    collective_cells,
-    exchange_cells,
-    fused_cells,
-)
 from xdeepserve.golden.choices import sparse_attention
 from xdeepserve.golden.harness import Done, floats, rng_of, run_case
 from xdeepserve.golden.recorder import Arrays, Recorder
@@ -99,7 +92,7 @@ def pull(quantize: bool, seed: int | None) -> Done:
         return left | {"combined": await xccl.combine(left["expert_out"], EVENT_ID)}
 
     parameters = {"expert_rank": list(GROUP.expert_rank), "event_id": EVENT_ID}
-    done = run_case(layout, GROUP.dies, exchange_cells(layout), inputs, program, seed, parameters)
+    done = run_case(layout, GROUP.dies, layout.cells(), inputs, program, seed, parameters)
     return expected.verified(done, expected.exchange(inputs, GROUP.expert_rank, expert, quantize))
 
 
@@ -118,7 +111,7 @@ def push(quantize: bool, seed: int | None) -> Done:
         return left | {"combined": combined.copy()}
 
     parameters = {"expert_rank": list(GROUP.expert_rank), "event_id": EVENT_ID}
-    done = run_case(layout, GROUP.dies, fused_cells(layout), inputs, program, seed, parameters)
+    done = run_case(layout, GROUP.dies, layout.cells(), inputs, program, seed, parameters)
     return expected.verified(
         done, expected.exchange(inputs, GROUP.expert_rank, expert, quantize, is_fused=True)
     )
@@ -162,7 +155,7 @@ def a2e(num_attention: int, seed: int | None, is_naive: bool = False) -> Done:
     def plan(rank: int, memory: MemoryPlan) -> None:
         (plan_attention if rank < num_attention else plan_expert)(memory)
 
-    cells = a2e_naive_cells(layout) if is_naive else a2e_cells(layout)
+    cells = layout.naive_cells() if is_naive else layout.cells()
     parameters = {"event_id": EVENT_ID}
     done = run_case(layout, dies, cells, inputs, program, seed, parameters, participants, plan)
     return expected.verified(done, expected.a2e(inputs, expert))
@@ -219,7 +212,7 @@ def collective(op: str, seed: int | None) -> Done:
         return {"result": result.copy()}
 
     parameters = {"op": op, "event_id": EVENT_ID} | ({"root": ROOT} if op == "broadcast" else {})
-    done = run_case(layout, dies, collective_cells(layout), inputs, program, seed, parameters)
+    done = run_case(layout, dies, layout.cells(), inputs, program, seed, parameters)
     return expected.verified(done, expected.collective(op, inputs, len(dies), ROOT))
 
 

@@ -10,7 +10,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from xdeepserve.golden.cells import Cells, ManifestRegion
+from xdeepserve.comm.cells import Cells
+from xdeepserve.golden.locate import ManifestRegion
 from xdeepserve.golden.recorder import AREAS, Arrays, Recorder, Recording
 from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.die import Die

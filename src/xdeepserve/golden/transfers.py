@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from xdeepserve.comm.cells import Cells
 from xdeepserve.comm.distflow import DistFlow, Span
 from xdeepserve.comm.p2p.handle import PointToPoint
 from xdeepserve.comm.p2p.layout import RingLayout
 from xdeepserve.comm.p2p.message_end import Engine
-from xdeepserve.golden.cells import Cells, ring_cells
 from xdeepserve.golden.expected import transfers, verified
 from xdeepserve.golden.harness import Done, rng_of, run_case
 from xdeepserve.golden.recorder import Arrays, Recorder
@@ -57,7 +57,7 @@ def send_receive(seed: int | None, engine: Engine = "mte", *, zero_copy: bool = 
         layout.plan(memory)
         memory.app.alloc("buffer", 64)
 
-    cells = ring_cells(layout) | {"buffer": buffer}
+    cells = layout.cells() | {"buffer": buffer}
     parameters: dict[str, Any] = {"event_id": EVENT_ID}
     if engine != "mte" or zero_copy:
         parameters |= {"engine": engine, "zero_copy": zero_copy}

@@ -27,10 +27,11 @@ from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save_file
 
 from xdeepserve import __version__
+from xdeepserve.comm.cells import members
 from xdeepserve.errors import InputError
 from xdeepserve.golden.cases import CASES
-from xdeepserve.golden.cells import ManifestRegion, locate, members
 from xdeepserve.golden.harness import Done
+from xdeepserve.golden.locate import ManifestRegion, locate
 from xdeepserve.golden.recorder import Arrays
 from xdeepserve.reading import read
 

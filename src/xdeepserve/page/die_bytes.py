@@ -6,24 +6,17 @@ Only fields and rows of a protocol have a meaning. Looking costs no virtual time
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from xdeepserve.comm.fused.layout import FusedLayout
+from xdeepserve.comm.cells import Cells, members
 from xdeepserve.engine.run.wiring import ByteWiring
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.ways.trampolines.real import Trampolines
 from xdeepserve.errors import RequestError, abridged
-from xdeepserve.golden.cells import (
-    Cells,
-    a2e_cells,
-    collective_cells,
-    exchange_cells,
-    fused_cells,
-    members,
-)
 
 SHOWN_BYTES = 512
 SHOWN_CELLS = 8
@@ -117,19 +110,9 @@ def _text(value: Any) -> str:
 def cells_of(engine: Engine, die: int) -> dict[str, Cells]:
     """Map the regions of a die's exchanges to their cells, by name."""
     te = next((te.plan for te in engine.je.tes if die in te.plan.every_die), None)
-    found: dict[str, Cells] = {}
     if te is None or not isinstance(te.wiring, ByteWiring):
-        return found
-    if isinstance(te.wiring.away, Trampolines):
-        for layout in (layout for by_domain in te.wiring.away.a2e for layout in by_domain):
-            found |= a2e_cells(layout)
-    for among in te.wiring.among:
-        layout_among = among.layout
-        found |= (
-            fused_cells(layout_among)
-            if isinstance(layout_among, FusedLayout)
-            else exchange_cells(layout_among)
-        )
-    for collective in te.wiring.collectives:
-        found |= collective_cells(collective)
-    return found
+        return {}
+    away = te.wiring.away
+    apart = chain.from_iterable(away.a2e) if isinstance(away, Trampolines) else ()
+    layouts = (*apart, *(among.layout for among in te.wiring.among), *te.wiring.collectives)
+    return {region: cells for layout in layouts for region, cells in layout.cells().items()}

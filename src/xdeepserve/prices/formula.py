@@ -15,7 +15,8 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from xdeepserve.comm.collectives.cost import CollectiveCost
-from xdeepserve.comm.cost import ACTIVATION, OPS, CommCost, expected_maximum
+from xdeepserve.comm.cost import OPS, CommCost
+from xdeepserve.comm.port_cost import ACTIVATION, expected_maximum
 from xdeepserve.engine.walk.overlap import Halves, PricedItem, walk_ns
 from xdeepserve.hw.hbm import side_by_side
 from xdeepserve.hw.spec import Spec, Work

@@ -1,7 +1,12 @@
-"""Rows for the ways tokens get to experts and answers come back: by push, by URMA, by M2N, as INT8."""
+"""Rows for the ways tokens get to experts and answers come back: each exchange, URMA, M2N, INT8."""
 
 from __future__ import annotations
 
+from typing import get_args
+
+from xdeepserve.engine.deploy.deployment import Exchange
+from xdeepserve.engine.deploy.resolve import resolve
+from xdeepserve.engine.deploy.rules import EXCLUDED, LOCKSTEP, refused
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.verify.case import LATE, Case
 from xdeepserve.verify.parallel import REPLICAS, tensor_parallel_sizes
@@ -11,15 +16,17 @@ PUSH = "exchange=push"
 
 def exchanges(config: ModelConfig, dies: int) -> list[Case]:
     """List the rows of all these ways."""
-    return pushes(config, dies) + carriers() + mixed_hardware() + int8_answers(config, dies)
+    others = [row for each in get_args(Exchange)[1:] for row in in_place_of_pull(each, config, dies)]
+    return others + carriers() + mixed_hardware() + int8_answers(config, dies)
 
 
-def pushes(config: ModelConfig, dies: int) -> list[Case]:
-    """List rows by push for every deployment with an exchange: as tasks and in lockstep, with TP, EPLB and
-    drafts."""
+def in_place_of_pull(way: str, config: ModelConfig, dies: int) -> list[Case]:
+    """List rows by another exchange for every deployment that takes it: as tasks and in lockstep, with TP,
+    EPLB and drafts."""
+    chosen = f"exchange={way}"
     drafts = "mtp=2" if config.num_nextn_predict_layers else "mtp=0"
     few = min(3, dies)
-    base, together = (PUSH, f"dies={dies}"), (PUSH, "lockstep=true")
+    base, together = (chosen, f"dies={dies}"), (chosen, "lockstep=true")
     ways: list[tuple[str, str, tuple[str, ...]]] = [
         ("colocated", drafts, (*base, drafts)),
         ("colocated", "in lockstep", (*base, "lockstep=true")),
@@ -34,36 +41,48 @@ def pushes(config: ModelConfig, dies: int) -> list[Case]:
             "2 microbatches by engines",
             (*base, "pipeline.microbatches=2", "pipeline.overlap=engines", drafts),
         ),
-        ("pd", drafts, (PUSH, drafts)),
-        ("moe-attention", drafts, (PUSH, drafts)),
+        ("pd", drafts, (chosen, drafts)),
+        ("moe-attention", drafts, (chosen, drafts)),
         ("moe-attention", f"in lockstep, {drafts}", (*together, drafts)),
-        ("transformerless", drafts, (PUSH, drafts)),
+        ("transformerless", drafts, (chosen, drafts)),
         ("transformerless", "in lockstep", together),
-        ("superpod", "480 + 288 dies, prefill on 8", (PUSH,)),
+        ("superpod", "480 + 288 dies, prefill on 8", (chosen,)),
     ]
     for mode in ("tp", "sp-tp-sp"):
         for tp in tensor_parallel_sizes(config, min(2, dies), mode):
-            split = (PUSH, f"dies={dies - dies % tp}", f"tp={tp}", f"tp_mode={mode}")
+            split = (chosen, f"dies={dies - dies % tp}", f"tp={tp}", f"tp_mode={mode}")
             ways.append(("colocated", f"{mode.upper()} of {tp}", split))
             ways.append(("colocated", f"{mode.upper()} of {tp}, in lockstep", (*split, "lockstep=true")))
-    rows = [Case(name, f"by push, {variant}", overrides, crowded=True) for name, variant, overrides in ways]
+    rows = [Case(name, f"by {way}, {variant}", overrides, crowded=True) for name, variant, overrides in ways]
     if config.n_routed_experts > 1:
         rows += [
-            Case(name, f"by push, EPLB every ms{end}", (*REPLICAS, *more), crowded=True, reconfigurations=1)
+            Case(
+                name,
+                f"by {way}, EPLB every ms{end}",
+                (*REPLICAS, *more),
+                crowded=True,
+                reconfigurations=1,
+            )
             for name, end, more in (
                 ("colocated", "", base),
                 ("colocated", ", in lockstep", (*base, "lockstep=true")),
-                ("moe-attention", "", (PUSH,)),
+                ("moe-attention", "", (chosen,)),
                 ("moe-attention", ", in lockstep", together),
             )
         ]
         if config.n_shared_experts:
-            shared = (PUSH, f"dies={dies + 2}", "experts.shared_dies=2", "experts.redundant_slots=1")
+            shared = (chosen, f"dies={dies + 2}", "experts.shared_dies=2", "experts.redundant_slots=1")
             rows += [
-                Case("colocated", f"by push, 2 dies of the shared expert{end}", (*shared, *more))
+                Case("colocated", f"by {way}, 2 dies of the shared expert{end}", (*shared, *more))
                 for end, more in (("", ()), (", in lockstep", ("lockstep=true",)))
             ]
-    return rows
+    return [row for row in rows if not _is_refused(row)]
+
+
+def _is_refused(row: Case) -> bool:
+    """Whether settings of the row exclude each other."""
+    d = resolve(row.deployment, row.overrides)
+    return bool(refused(d, (*EXCLUDED, *LOCKSTEP) if d.lockstep else EXCLUDED))
 
 
 def carriers() -> list[Case]:

@@ -32,9 +32,8 @@ from xdeepserve.bench.papers.sizes import (
 )
 from xdeepserve.bench.report import Kind, Row, pyplot
 from xdeepserve.comm.cost import OPS, CommCost
-from xdeepserve.comm.exchange.handle import XCCL
-from xdeepserve.comm.exchange.layout import Group, Layout
-from xdeepserve.comm.fused.handle import FusedXCCL
+from xdeepserve.comm.exchange.layout import Group
+from xdeepserve.comm.exchange_choices import Exchange
 from xdeepserve.comm.fused.layout import FusedLayout
 from xdeepserve.comm.means import Means
 from xdeepserve.comm.p2p.handle import PointToPoint
@@ -43,6 +42,7 @@ from xdeepserve.comm.p2p.message_end import Engine
 from xdeepserve.comm.trampoline.a2e import AttentionSide, ExpertSide
 from xdeepserve.comm.trampoline.layout import A2ELayout, Sides
 from xdeepserve.comm.trampoline.naive import NaiveAttentionSide, NaiveExpertSide
+from xdeepserve.engine.ways.among.real import ENDS, ExchangeHandle
 from xdeepserve.errors import InputError
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.spec import Spec
@@ -290,7 +290,7 @@ def pull_push() -> list[Row]:
 
 
 @functools.cache
-def simulate_exchange(way: str, num_ranks: int, batch: int, shrink: int = 1) -> tuple[int, int]:
+def simulate_exchange(way: Exchange, num_ranks: int, batch: int, shrink: int = 1) -> tuple[int, int]:
     """Simulate a dispatch and a combine at DeepSeek-R1's sizes; return the slowest rank's times [ns].
 
     With `shrink`, tokens are shorter by this factor, and everything that moves or works on bytes is slower by
@@ -301,7 +301,7 @@ def simulate_exchange(way: str, num_ranks: int, batch: int, shrink: int = 1) -> 
     num_experts = max(num_ranks, TOP_K)
     group = Group(tuple(range(num_ranks)), tuple(e % num_ranks for e in range(num_experts)))
 
-    async def program(xccl: XCCL | FusedXCCL) -> tuple[int, int]:
+    async def program(xccl: ExchangeHandle) -> tuple[int, int]:
         rng = np.random.default_rng(xccl.rank)
         chosen = [rng.permutation(num_experts)[:TOP_K] for _ in range(batch)]
         clock, start = xccl.die.clock, xccl.die.clock.now
@@ -310,24 +310,20 @@ def simulate_exchange(way: str, num_ranks: int, batch: int, shrink: int = 1) -> 
         await clock.sleep_until(start + 1_000_000)  # all dispatches are over
         start = clock.now
         out = np.zeros((len(got), hidden), np.float32)
-        if isinstance(xccl, FusedXCCL):
-            await xccl.combine(out, np.ones((batch, TOP_K), np.float32), 1)
-        else:
-            await xccl.combine(out, 1)
+        await xccl.combine(out, topk_weights=np.ones((batch, TOP_K), np.float32), event_id=1)
         return dispatched, clock.now - start
 
     async def main() -> tuple[int, int]:
         pod = Pod(spec=spec)
-        make: Any = XCCL
-        layout: Any = Layout.for_group(group, max_tokens=batch, top_k=TOP_K, hidden=hidden)
-        if way == "push":
-            make = FusedXCCL
-            layout = FusedLayout.for_group(group, local_batch=batch, top_k=TOP_K, hidden=hidden)
+        kind = ENDS[way]
+        layout: Any = kind.layout.for_group(group, batch, top_k=TOP_K, hidden=hidden)
+        if isinstance(layout, FusedLayout):
             layout = msgspec.structs.replace(layout, alignment=layout.alignment // shrink)
         for die in group.dies:
             layout.plan(pod.plan(die))
         pod.materialise()
-        handles = [make(pod.dies[die], rank, group, layout, quantize) for rank, die in enumerate(group.dies)]
+        ends = [(pod.dies[die], rank, group, layout, quantize) for rank, die in enumerate(group.dies)]
+        handles = [kind.handle(*end) for end in ends]
         times = await asyncio.gather(*[xccl.die.spawn(program(xccl)) for xccl in handles])
         return max(t for t, _ in times), max(t for _, t in times)
 

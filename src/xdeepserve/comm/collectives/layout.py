@@ -26,6 +26,7 @@ import msgspec
 import numpy as np
 
 from xdeepserve.comm.board import BoardLayout
+from xdeepserve.comm.cells import Cells
 from xdeepserve.comm.checks import check_count
 from xdeepserve.hw.memory import MemoryPlan
 
@@ -80,3 +81,13 @@ class CollectiveLayout(msgspec.Struct, frozen=True):
     def region(self, part: str) -> str:
         """Name of a region: fields, staging, pulled or result."""
         return f"{self.name}.{part}"
+
+    def cells(self) -> dict[str, Cells]:
+        """Map the regions to their cells: fields, and bytes."""
+        byte, staging = np.dtype(np.uint8), self.staging_nbytes
+        return {
+            self.region("fields"): Cells(COLLECTIVE_FIELD, (("set", 2), ("peer", self.num_ranks))),
+            self.region("staging"): Cells(byte, (("set", 2), ("byte", staging))),
+            self.region("pulled"): Cells(byte, (("byte", self.pulled_nbytes),)),
+            self.region("result"): Cells(byte, (("byte", staging),)),
+        }

@@ -128,11 +128,15 @@ class XCCL(Handle):
             Step.DISPATCH, event_id, lambda: dispatch(self, self.boxes, x, scale, topk_idx, event_id), check
         )
 
-    async def combine(self, expert_out: Float32, event_id: int) -> Float32:
+    async def combine(
+        self, expert_out: Float32, event_id: int, topk_weights: Float32 | None = None
+    ) -> Float32:
         """Send the experts' answers back to the ranks of their tokens.
 
         expert_out: float32 [N, H], one row for each received row, in that order.
         event_id: greater than that of any earlier combine; it may be the dispatch's.
+        topk_weights: for exchanges that sum on arrival (`ExchangeHandle`); this one leaves the sum to the
+        caller.
         Returns float32 [T, K, H]: what expert topk_idx[t, k] made of this rank's token t, not yet weighted or
         summed (rounded to bfloat16 on the way if the layout is quantised). Raises as `dispatch` does.
         """

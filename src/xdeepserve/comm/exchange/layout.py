@@ -26,10 +26,12 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cached_property
+from typing import Self
 
 import msgspec
 import numpy as np
 
+from xdeepserve.comm.cells import NO_HEADER, Cells, row_dtype
 from xdeepserve.comm.checks import check_count
 from xdeepserve.comm.exchange.answers import AnswerFormat
 from xdeepserve.comm.wire import Blocks, padded
@@ -85,14 +87,14 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     def for_group(
         cls,
         group: Group,
-        *,
         max_tokens: int,
+        *,
         top_k: int,
         hidden: int,
         quantize: bool = True,
         name: str = "xccl",
         int8_answers: bool = False,
-    ) -> Layout:
+    ) -> Self:
         most = group.max_experts_per_rank
         return cls(group.num_ranks, max_tokens, top_k, hidden, most, quantize, name, int8_answers)
 
@@ -154,3 +156,9 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         for blocks in (self.dispatch, self.combine):
             blocks.plan_reader(memory)
             blocks.plan_writer(memory)
+
+    def cells(self) -> dict[str, Cells]:
+        """Map the regions to their cells: fields, blocks and rows of each operation."""
+        row = row_dtype(HEADER_DTYPE, self.dispatch_payload, self.hidden, 0, self.dispatch_row)
+        answer = row_dtype(NO_HEADER, self.combine_payload, self.hidden, 0, self.combine_row)
+        return self.dispatch.cells(row, "peer") | self.combine.cells(answer, "peer")

@@ -45,6 +45,7 @@ import msgspec
 import numpy as np
 
 from xdeepserve.comm.board import BoardLayout
+from xdeepserve.comm.cells import NO_HEADER, Cells, row_dtype
 from xdeepserve.comm.checks import check_count
 from xdeepserve.comm.exchange.answers import AnswerFormat
 from xdeepserve.comm.exchange.layout import Group
@@ -100,8 +101,8 @@ class FusedLayout(msgspec.Struct, frozen=True):
     def for_group(
         cls,
         group: Group,
-        *,
         local_batch: int,
+        *,
         top_k: int,
         hidden: int,
         quantize: bool = True,
@@ -209,3 +210,19 @@ class FusedLayout(msgspec.Struct, frozen=True):
     def region(self, part: str) -> str:
         """Name of a region: flags, token_flags, dispatch, combine, output, output_slots or combined."""
         return f"{self.name}.{part}"
+
+    def cells(self) -> dict[str, Cells]:
+        """Map the regions to their cells: flags, messages, and the tokens gathered from them."""
+        ranks, payload, hidden = self.num_ranks, self.dispatch_payload, ("element", self.hidden)
+        message = row_dtype(SLOT_DTYPE, payload, self.hidden, self.slot_offset, self.dispatch_message)
+        answer = row_dtype(NO_HEADER, self.combine_payload, self.hidden, 0, self.combine_message)
+        answers = self.combine_buffer // self.combine_message
+        return {
+            self.region("flags"): Cells(self.flag_dtype, (("set", 2), ("peer", ranks))),
+            self.region("token_flags"): Cells(TOKEN_FLAG, (("token", self.local_batch),)),
+            self.region("dispatch"): Cells(message, (("peer", ranks), ("message", self.max_tokens))),
+            self.region("combine"): Cells(answer, (("answer", answers),)),
+            self.region("output"): Cells(payload, (("row", self.capacity), hidden)),
+            self.region("output_slots"): Cells(SLOT_DTYPE, (("row", self.capacity),)),
+            self.region("combined"): Cells(np.dtype("<f4"), (("token", self.local_batch), hidden)),
+        }

@@ -26,7 +26,9 @@ import struct
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
+from xdeepserve.comm.cells import Cells
 from xdeepserve.comm.checks import check_count
 from xdeepserve.comm.wire import ROW_ALIGNMENT
 from xdeepserve.errors import DeploymentError
@@ -34,6 +36,16 @@ from xdeepserve.hw.memory import MemoryPlan
 from xdeepserve.hw.spec import Spec
 
 RING_FIELD = struct.Struct("<QQQIHH")
+RING_FIELD_DTYPE = np.dtype(
+    [
+        ("event_id", "<u8"),
+        ("chunk_id", "<u8"),
+        ("pointer", "<u8"),
+        ("nbytes", "<u4"),
+        ("num_cores", "<u2"),
+        ("mode", "<u2"),
+    ]
+)
 MAX_MESSAGE = 2**32 - 1
 SPEC = Spec()
 
@@ -120,6 +132,13 @@ class RingLayout(msgspec.Struct, frozen=True):
         fields = self.num_ranks * self.num_cores * RING_FIELD.size
         rings = self.num_ranks * self.ring_nbytes if self.has_bytes and self.has_rings else 0
         return {"tails": fields, "acks": fields, "rings": rings}
+
+    def cells(self) -> dict[str, Cells]:
+        """Map the regions of one set to their cells: fields of both directions, and bytes."""
+        fields = Cells(RING_FIELD_DTYPE, (("peer", self.num_ranks), ("core", self.num_cores)))
+        dims = (("peer", self.num_ranks), ("slot", self.num_slots), ("byte", self.slot_nbytes))
+        rings = Cells(np.dtype(np.uint8), dims)
+        return {self.region("tails"): fields, self.region("acks"): fields, self.region("rings"): rings}
 
     @property
     def has_bytes(self) -> bool:

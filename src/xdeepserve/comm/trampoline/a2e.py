@@ -196,10 +196,7 @@ class ExpertSide(Side):
         layout, means, steps = self.layout, self.means, self.steps
         self._on_lane("E2A send: steps")
         # First stage: an ordinary combine, or a fused one, whose answers are added up.
-        if isinstance(self.xccl, FusedXCCL):
-            answers = await self.xccl.combine(expert_out, self._weights, event_id)
-        else:
-            answers = await self.xccl.combine(expert_out, event_id)
+        answers = await self.xccl.combine(expert_out, topk_weights=self._weights, event_id=event_id)
         if not self.is_trampoline:
             return
         steps.begin()

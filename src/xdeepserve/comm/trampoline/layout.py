@@ -35,9 +35,12 @@ With `pushes` the exchange among the expert dies is FusedDispatch and FusedCombi
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 
+from xdeepserve.comm.cells import Cells, members
 from xdeepserve.comm.exchange.layout import Group, Layout
 from xdeepserve.comm.fused.layout import FusedLayout
 from xdeepserve.comm.wire import Blocks, padded
@@ -248,6 +251,27 @@ class A2ELayout(msgspec.Struct, frozen=True):
         self.tokens.plan_reader(memory)
         self.answers.plan_writer(memory)
         (self.fused if self.pushes else self.experts).plan(memory)
+
+    def cells(self) -> dict[str, Cells]:
+        """Map the regions of A2E's first stage, E2A's second, and the exchange among expert dies to cells."""
+        result = (self.fused if self.pushes else self.experts).cells()
+        for blocks, row in ((self.tokens, self.token_dtype), (self.answers, self.answer_dtype)):
+            inner = members(row)
+            dtype: Any = {
+                "names": list(inner),
+                "formats": [this for this, _ in inner.values()],
+                "offsets": [first for _, first in inner.values()],
+                "itemsize": blocks.row_nbytes,
+            }
+            result |= blocks.cells(np.dtype(dtype))
+        return result
+
+    def naive_cells(self) -> dict[str, Cells]:
+        """Map the regions of A2E and E2A without trampolines to cells: rows as in dispatch and combine."""
+        layout = self.naive
+        rows = layout.cells()
+        tokens, answers = layout.dispatch.region("rows"), layout.combine.region("rows")
+        return self.naive_tokens.cells(rows[tokens].dtype) | self.naive_answers.cells(rows[answers].dtype)
 
 
 def _extent(sides: Sides) -> dict[str, int]:

@@ -487,8 +487,9 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     transfer: Annotated[Transfer, "of KV to decode: when prefill is done, or layer by layer"] = "request"
     exchange: Annotated[
         Exchange,
-        "of tokens between dies with experts: pull, by dispatch and combine; push, by FusedDispatch and "
-        "FusedCombine. Digests are equal, bytes and times are not",
+        "of tokens between dies with experts: "
+        + "; ".join(f"{name}, by {each.how}" for name, each in exchange_choices.EXCHANGES.items())
+        + ". Digests are equal, bytes and times are not",
     ] = "pull"
     combine: Annotated[
         Combine,

@@ -1,7 +1,8 @@
 """Rules of settings as rows: which kinds of deployment have them, which exclude others, which change nothing.
 
 Bounds of numbers stand beside the fields of `deployment`. What depends on a model or on the dies of a TE is
-checked by functions in `refusals`, `expert_services` and `teams`. Texts may name the deployment, `d`.
+checked by functions in `refusals`, `expert_services` and `teams`. Texts may name the deployment, `d`, and the
+traits of its `exchange`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from xdeepserve.comm.exchange_choices import EXCHANGES, ExchangeTraits
 from xdeepserve.engine.deploy.deployment import (
     AttentionConfig,
     Carrier,
@@ -159,6 +161,10 @@ def off_ub(d: Deployment) -> str:
     )
 
 
+def _exchange(d: Deployment) -> ExchangeTraits:
+    return EXCHANGES[d.exchange]
+
+
 def _experts(d: Deployment) -> ExpertConfig:
     return d.experts or ExpertConfig()
 
@@ -208,6 +214,11 @@ LOCKSTEP = (
         "lockstep takes all dies through a stage at once, and dataflow lets each go on by itself: they "
         "exclude each other",
     ),
+    SettingRule(
+        ("exchange", "lockstep"),
+        lambda d: not _exchange(d).has_twin,
+        "lockstep has no twin of exchange={d.exchange}",
+    ),
 )
 
 EXCLUDED = (
@@ -223,14 +234,19 @@ EXCLUDED = (
     ),
     SettingRule(
         ("exchange", "dataflow"),
-        lambda d: d.dataflow and d.exchange == "push",
-        "exchange=push waits for a flag of every die, and dataflow hears from those alone that have sent "
-        "tokens: choose one",
+        lambda d: d.dataflow and _exchange(d).waits_for,
+        "exchange={d.exchange} waits for {exchange.waits_for}, and dataflow hears from those alone that have "
+        "sent tokens: choose one",
     ),
     SettingRule(
         ("exchange",),
-        lambda d: has_services(d.kind) and d.exchange == "push",
-        "exchange=push waits for a flag of every die, and expert services are no group",
+        lambda d: has_services(d.kind) and _exchange(d).waits_for,
+        "exchange={d.exchange} waits for {exchange.waits_for}, and expert services are no group",
+    ),
+    SettingRule(
+        ("exchange",),
+        lambda d: has_expert_dies(d.kind) and not _exchange(d).is_apart,
+        "exchange={d.exchange} is between dies with attention and experts, and {d.kind} has them apart",
     ),
     SettingRule(
         ("experts.copies", "experts.redundant_slots"),
@@ -293,8 +309,8 @@ EXCLUDED = (
     ),
     SettingRule(
         ("exchange", "attention.carrier"),
-        lambda d: _uses_cards(d) and d.exchange == "push",
-        "{cards} has no trampolines, which exchange=push is between",
+        lambda d: _uses_cards(d) and _exchange(d).waits_for,
+        "{cards} has no trampolines, which exchange={d.exchange} is between",
     ),
     SettingRule(
         ("lockstep", "attention.carrier"),
@@ -353,7 +369,7 @@ def refused(d: Deployment, rules: Sequence[SettingRule]) -> list[str]:
 
 
 def _said(rule: SettingRule, d: Deployment) -> str:
-    return rule.reason.format(d=d, off_ub=off_ub(d), cards=what_cards_are_for(d))
+    return rule.reason.format(d=d, off_ub=off_ub(d), cards=what_cards_are_for(d), exchange=_exchange(d))
 
 
 def _launches_eagerly(d: Deployment) -> bool:

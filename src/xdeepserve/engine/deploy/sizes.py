@@ -13,6 +13,7 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
+from xdeepserve.comm.exchange_choices import EXCHANGES
 from xdeepserve.engine.deploy.deployment import (
     Carrier,
     Device,
@@ -195,8 +196,8 @@ class WalkSizes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def pushes(self) -> bool:
-        """Whether rows are pushed, and answers summed where they arrive."""
-        return self.exchange == "push"
+        """Whether answers are summed where they arrive, as where rows are pushed."""
+        return EXCHANGES[self.exchange].sums
 
     @property
     def flows(self) -> bool:

@@ -7,6 +7,7 @@ import numpy as np
 
 from xdeepserve.comm.collectives.cost import CollectiveCost
 from xdeepserve.comm.cost import CommCost
+from xdeepserve.comm.exchange_choices import EXCHANGES
 from xdeepserve.comm.services.layout import ServiceLayout
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.expert_memory import ExpertMemory
@@ -72,7 +73,7 @@ class ClockWiring:
         walk, experts, pod, config = team.sizes.walk, team.sizes.experts, team.pod, team.config
         self._shapes = ModelShapes(team)
         spec = pod.spec_of(team.dies[0])
-        cost = CommCost(spec, team.topology, config.hidden_size, walk.exchange)
+        cost = CommCost(spec, team.topology, config.hidden_size, way=walk.exchange)
         self.timelines: dict[int, list[Timeline]] = {rank: [] for rank in team.ranks}
         self.expert_timelines: list[Timeline] = []  # of dies that have experts alone
         timeout_ns, held = walk.timeout_ns, [len(own) for own in experts.slots_of]
@@ -96,7 +97,7 @@ class ClockWiring:
             AmongClock(
                 *(pod.clock, team.dies, timeout_ns, loads.settle, config.num_experts_per_tok),
                 lanes.get(walk.overlap, f"XCCL microbatch {m}"),
-                walk.pushes,
+                EXCHANGES[walk.exchange],
             )
             for m, loads in enumerate(self.loads)
         ]

@@ -28,6 +28,7 @@ from xdeepserve.engine.run.lockstep.shares import Contribution
 from xdeepserve.engine.run.lockstep.timetable import Ns, Timetable
 from xdeepserve.engine.walk.schedule import Visit
 from xdeepserve.engine.ways.among.clock import RankLoad
+from xdeepserve.engine.ways.among.real import ExchangeLayout
 from xdeepserve.step.stage import Counts, LayerProgram, stages
 
 ONE = np.ones(1, np.float32)  # the scale of rows that are not quantised
@@ -74,7 +75,7 @@ class ColocatedLockstep(Lockstep):
     def __init__(
         self,
         executors: Sequence[Executor],
-        exchange: tuple[Group, Layout | FusedLayout] | None,
+        exchange: tuple[Group, ExchangeLayout] | None,
         num_threads: int,
         twin: AmongTwin,
     ) -> None:

@@ -19,7 +19,8 @@ from functools import partial
 import numpy as np
 
 from xdeepserve.comm.cost import Op
-from xdeepserve.comm.exchange.layout import Group, Layout
+from xdeepserve.comm.exchange.layout import Group
+from xdeepserve.comm.exchange_choices import EXCHANGES
 from xdeepserve.comm.fused.layout import FusedLayout
 from xdeepserve.engine.die.program import Executor, Traversal
 from xdeepserve.engine.run.lockstep import tables
@@ -28,6 +29,7 @@ from xdeepserve.engine.run.lockstep.kernels import attention as a
 from xdeepserve.engine.walk.ends import Exchange
 from xdeepserve.engine.walk.timeline import Timeline
 from xdeepserve.engine.ways.among.clock import AmongClock, RankLoad
+from xdeepserve.engine.ways.among.real import ExchangeLayout
 from xdeepserve.hw.die import Die
 from xdeepserve.step.frame import Frame
 from xdeepserve.step.shard import GATHER
@@ -79,7 +81,7 @@ def _nothing(f: Frame) -> None:
 
 def met_exchanges(
     executors: Sequence[Executor],
-    exchange: tuple[Group, Layout | FusedLayout],
+    exchange: tuple[Group, ExchangeLayout],
     num_threads: int,
     twin: AmongTwin,
     part: int,
@@ -93,7 +95,8 @@ def met_exchanges(
     runners = [executor.traversal.runners[part] for executor in executors]
     settle, dies = partial(_settle, lockstep, [runner.frame for runner in runners]), lockstep.dies
     where = lockstep.clock, [die.index for die in dies], walk.timeout_ns
-    hub = AmongClock(*where, settle, executors[0].config.num_experts_per_tok, lane, walk.pushes)
+    top_k, traits = executors[0].config.num_experts_per_tok, EXCHANGES[walk.exchange]
+    hub = AmongClock(*where, settle, top_k, lane, traits)
     for executor, runner in zip(executors, runners, strict=True):
         end = hub.end(executor.rank, Timeline(executor.die))
         runner.exchange = end._replace(reset=partial(_reset, end, executor.die, exchange[1]))
@@ -103,7 +106,7 @@ def met_exchanges(
     return lockstep
 
 
-def _reset(end: Exchange, die: Die, layout: Layout | FusedLayout, epoch: int) -> None:
+def _reset(end: Exchange, die: Die, layout: ExchangeLayout, epoch: int) -> None:
     """Forget all unfinished exchanges after a rollback, with the answers that were pushed to a die."""
     end.reset(epoch)
     if isinstance(layout, FusedLayout):

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from xdeepserve.comm.cost import CommCost, Op
 from xdeepserve.comm.exchange.rows import Received
+from xdeepserve.comm.exchange_choices import EXCHANGES, ExchangeTraits
 from xdeepserve.engine.numbers import DieRank
 from xdeepserve.engine.walk.ends import Exchange
 from xdeepserve.engine.walk.timeline import Timeline
@@ -61,8 +62,8 @@ class _RankPlace:
 class AmongClock:
     """Dispatch and combine between all ranks of a colocated group, in one of their microbatches.
 
-    The last rank to come calls `settle`. `top_k` is the number of a token's answers; ranks that push rows
-    (`pushes`) sum them. `lane` is the lane of the exchanges in traces.
+    The last rank to come calls `settle`. `top_k` is the number of a token's answers, which some exchanges
+    sum. `lane` is the lane of the exchanges in traces.
     """
 
     def __init__(
@@ -73,11 +74,11 @@ class AmongClock:
         settle: Settle,
         top_k: int,
         lane: str = "XCCL",
-        pushes: bool = False,
+        exchange: ExchangeTraits = EXCHANGES["pull"],
     ) -> None:
         self.clock, self.dies, self.timeout_ns, self.settle = clock, dies, timeout_ns, settle
-        self._lane, self._fused = lane, "fused " if pushes else ""
-        self._answers = () if pushes else (top_k,)  # for each token
+        self._lane, self._prefix = lane, exchange.prefix
+        self._answers = () if exchange.sums else (top_k,)  # for each token
         self._places: dict[DieRank, _RankPlace] = {}
         # Of the latest events: last arrival at the dispatch - first arrival.
         self.spreads_ns: dict[int, int] = {}
@@ -102,7 +103,7 @@ class AmongClock:
         return received(place.load.received, x.shape[1])
 
     async def combine(self, rank: DieRank, expert_out: Array, topk_weights: Array, event_id: int) -> Array:
-        """Take a rank's part in a combine; return the shape [T, K, H], or [T, H] if fused."""
+        """Take a rank's part in a combine; return the shape [T, K, H], or [T, H] if summed."""
         await self._meet("combine", rank, event_id)
         return shape_only(np.float32, self._places[rank].num_tokens, *self._answers, expert_out.shape[1])
 
@@ -123,7 +124,7 @@ class AmongClock:
         meeting = self._meetings.get(key)
         if meeting is None:
             members, settle = range(len(self.dies)), partial(self._settle, op)
-            meeting = Meeting(self.clock, f"{self._fused}{op}", event, members, self.timeout_ns, settle)
+            meeting = Meeting(self.clock, f"{self._prefix}{op}", event, members, self.timeout_ns, settle)
             self._meetings[key] = meeting
         meeting.come(rank, place.num_tokens)
         await meeting.wait(rank)

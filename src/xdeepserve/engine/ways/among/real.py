@@ -2,26 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
-from typing import Any, assert_never
+from typing import Any, Final, NamedTuple, Protocol, Self
 
+import numpy as np
+import numpy.typing as npt
+
+from xdeepserve.comm.cells import Cells
 from xdeepserve.comm.exchange.handle import XCCL
-from xdeepserve.comm.exchange.layout import Layout
-from xdeepserve.comm.exchange.rows import TokenCopies
+from xdeepserve.comm.exchange.layout import Group, Layout
+from xdeepserve.comm.exchange.rows import Float32, Int32, TokenCopies
 from xdeepserve.comm.fused.handle import FusedXCCL
 from xdeepserve.comm.fused.layout import FusedLayout
 from xdeepserve.comm.means import Means
+from xdeepserve.engine.deploy import deployment
 from xdeepserve.engine.die.team import Team
 from xdeepserve.engine.numbers import DieRank
 from xdeepserve.engine.walk.ends import Exchange
 from xdeepserve.engine.walk.tally import Tally
 from xdeepserve.engine.ways.arithmetic import quantize_rows
+from xdeepserve.hw.die import Die
+from xdeepserve.hw.memory import MemoryPlan
 from xdeepserve.model.canonical import Array
 
 
+class ExchangeLayout(Protocol):
+    """Layout of an exchange among ranks that all send tokens and have experts."""
+
+    @classmethod
+    def for_group(
+        cls,
+        group: Group,
+        most: int,  # tokens of a rank
+        /,
+        *,
+        top_k: int,
+        hidden: int,
+        quantize: bool = True,
+        name: str = ...,  # its regions' names begin so
+        int8_answers: bool = False,
+    ) -> Self: ...
+
+    def plan(self, memory: MemoryPlan) -> None: ...
+
+    def cells(self) -> dict[str, Cells]: ...
+
+
+class ExchangeHandle(Protocol):
+    """Handle of a rank on an exchange. Answers come back as [T, K, H], or as sums [T, H] by weights."""
+
+    die: Die
+    means: Means
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def own_experts(self) -> npt.NDArray[np.int64]: ...
+
+    async def dispatch(
+        self, x: Float32 | npt.NDArray[np.int8], topk_idx: Int32, event_id: int
+    ) -> TokenCopies: ...
+
+    async def combine(self, expert_out: Float32, *, topk_weights: Float32, event_id: int) -> Float32: ...
+
+    def reset(self) -> None: ...
+
+
+class Ends(NamedTuple):
+    """Layout and handle of an exchange: `handle(die, rank, group, layout, quantize, means)`."""
+
+    layout: type[ExchangeLayout]
+    handle: Callable[..., ExchangeHandle]
+    name: str  # of its regions
+
+
+ENDS: Final[Mapping[deployment.Exchange, Ends]] = {
+    "pull": Ends(Layout, XCCL, "xccl"),
+    "push": Ends(FusedLayout, FusedXCCL, "fused"),
+}
+
+
 class Among:
-    """Dispatch and combine between all ranks in one of their microbatches, by pull or by push.
+    """Dispatch and combine between all ranks in one of their microbatches.
 
     Constructing it plans the buffers on all dies, with names that end with `mark`. A physical expert lives on
     the rank whose slots hold it. The ends also count the tokens, for the bill.
@@ -37,22 +101,12 @@ class Among:
             "int8_answers": team.config.int8_answers,
         }
         most = team.sizes.groups.max_slice
-        self.layout: Layout | FusedLayout
-        self._make: Callable[..., XCCL | FusedXCCL]
-        match team.sizes.walk.exchange:
-            case "pull":
-                self.layout = Layout.for_group(self.group, max_tokens=most, name=f"xccl{mark}", **sizes)
-                self._make = XCCL
-            case "push":
-                self.layout = FusedLayout.for_group(
-                    self.group, local_batch=most, name=f"fused{mark}", **sizes
-                )
-                self._make = FusedXCCL
-            case other:
-                assert_never(other)
+        kind = ENDS[team.sizes.walk.exchange]
+        self.layout = kind.layout.for_group(self.group, most, name=f"{kind.name}{mark}", **sizes)
+        self._make = kind.handle
         for die in team.dies:
             self.layout.plan(team.pod.plan(die))
-        self._handles: dict[DieRank, XCCL | FusedXCCL] = {}
+        self._handles: dict[DieRank, ExchangeHandle] = {}
         self._latest: dict[DieRank, tuple[int, int]] = {}  # dispatch: its event, rows of the shared expert
 
     @cached_property
@@ -92,12 +146,10 @@ class Among:
     async def combine(
         self, rank: DieRank, means: Means, expert_out: Array, topk_weights: Array, event_id: int
     ) -> Array:
-        """Return the experts' answers to a rank's tokens, [T, K, H]; pushed, their sums [T, H]."""
+        """Return the experts' answers to a rank's tokens, [T, K, H], or their sums [T, H]."""
         handle = self._handles[rank]
         handle.means = means
-        if isinstance(handle, FusedXCCL):
-            return await handle.combine(expert_out, topk_weights, event_id)
-        return await handle.combine(expert_out, event_id)
+        return await handle.combine(expert_out, topk_weights=topk_weights, event_id=event_id)
 
     def bill(self, rank: DieRank, received: int) -> tuple[float, float, float]:
         """Return a rank's work to bill after its latest dispatch, which brought `received` rows.
