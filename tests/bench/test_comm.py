@@ -166,6 +166,18 @@ def test_exchanges_by_formula_and_simulated_agree(ep: int, batch: int, way: Exch
         assert time == pytest.approx(cost.exchange_ns(op, ep, batch, 8), rel=0.10)
 
 
+@pytest.mark.parametrize("way", get_args(Exchange))
+def test_int8_answers_take_less_by_formula_and_simulated(way: Exchange) -> None:
+    """Fewer bytes to stage and to sum; but experts quantise, and a copy's price at a port is that of a row."""
+    ep, batch = 16, 128
+    for found in (
+        [comm.simulate_exchange(way, ep, batch, comm.SHRINK, is_int8)[1] for is_int8 in (False, True)],
+        [CommCost(way=way, int8_answers=each).exchange_ns("combine", ep, batch, 8) for each in (False, True)],
+    ):
+        bf16, int8 = found
+        assert 0.95 < int8 / bf16 < 0.98
+
+
 def test_trampolines_win_with_few_attention_cores_and_lose_with_many(
     rows: dict[str, Row], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,7 +14,7 @@ from typing import Final, Literal, TypeAlias
 from xdeepserve.comm.exchange import cost as pull
 from xdeepserve.comm.exchange_choices import Carrier, Exchange
 from xdeepserve.comm.fused import cost as push
-from xdeepserve.comm.port_cost import ACTIVATION, ANSWER, PortCost, PortLoad
+from xdeepserve.comm.port_cost import ACTIVATION, PortCost, PortLoad
 
 Op: TypeAlias = Literal["dispatch", "combine"]
 OPS: tuple[Op, Op] = "dispatch", "combine"
@@ -67,7 +67,7 @@ class CommCost(PortCost, frozen=True):
         """Time (ns) of E2A's second stage: a trampoline adds up answers and posts the sums, which the
         attention die's few cores pull."""
         spec, cores = self.spec, int(self.spec.attention_cores.value)
-        rows, sums = batch * copies * ANSWER * self.hidden, ACTIVATION * batch * self.hidden
+        rows, sums = batch * copies * self.answer_nbytes, ACTIVATION * batch * self.hidden
         added = max(spec.hbm_ns(rows), self.vector_ns(2 * batch * copies * self.hidden))
         told = spec.meeting_ns() + self.told_ns(1) + spec.field_poll_ns() / cores
         pulled = spec.link_ns(0, 0, sums, cores if carrier == "mte" else None)

@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 import msgspec
 
+from xdeepserve.comm.exchange.answers import AnswerFormat
 from xdeepserve.hw.spec import Spec
 from xdeepserve.hw.topology import SUB_PLANES, Topology
 
-ACTIVATION, ANSWER = 4, 2  # bytes of an element where it is computed, and on its way back
+ACTIVATION = 4  # bytes of an element where it is computed
 
 
 class PortLoad(NamedTuple):
@@ -33,12 +34,26 @@ class PortLoad(NamedTuple):
 
 
 class PortCost(msgspec.Struct, frozen=True):
-    """Costs of a rank's steps with tokens of `hidden` elements, and of copies at its UB port."""
+    """Costs of a rank's steps with tokens of `hidden` elements, and of copies at its UB port.
+
+    Experts' answers go back as BF16, or with `int8_answers` as INT8 (xDeepServe 4.7).
+    """
 
     spec: Spec = Spec()
     topology: Topology = Topology()
     hidden: int = 7168
+    int8_answers: bool = False
     spread: bool = True  # a message's packets go by all sub-planes of UB; else by one, whichever
+
+    @property
+    def answer_nbytes(self) -> int:
+        """Size of an expert's answer to a token on its way back, in bytes."""
+        return AnswerFormat.of(self.hidden, True, self.int8_answers).nbytes
+
+    def quantised_ns(self, num_answers: float) -> float:
+        """Time (ns) to quantise answers on vector cores; 0 where they go as BF16."""
+        operations = 4 * num_answers * self.hidden if self.int8_answers else 0.0
+        return self.vector_ns(operations) if operations else 0.0
 
     def busiest(self, num_ranks: int, rows: float) -> float:
         """Ratio of the busiest rank's received rows to the average of `rows`. Random routing adds the

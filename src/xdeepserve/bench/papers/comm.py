@@ -290,7 +290,9 @@ def pull_push() -> list[Row]:
 
 
 @functools.cache
-def simulate_exchange(way: Exchange, num_ranks: int, batch: int, shrink: int = 1) -> tuple[int, int]:
+def simulate_exchange(
+    way: Exchange, num_ranks: int, batch: int, shrink: int = 1, int8_answers: bool = False
+) -> tuple[int, int]:
     """Simulate a dispatch and a combine at DeepSeek-R1's sizes; return the slowest rank's times [ns].
 
     With `shrink`, tokens are shorter by this factor, and everything that moves or works on bytes is slower by
@@ -316,7 +318,8 @@ def simulate_exchange(way: Exchange, num_ranks: int, batch: int, shrink: int = 1
     async def main() -> tuple[int, int]:
         pod = Pod(spec=spec)
         kind = ENDS[way]
-        layout: Any = kind.layout.for_group(group, batch, top_k=TOP_K, hidden=hidden)
+        sizes: Any = {"top_k": TOP_K, "hidden": hidden, "int8_answers": int8_answers}
+        layout: Any = kind.layout.for_group(group, batch, **sizes)
         if isinstance(layout, FusedLayout):
             layout = msgspec.structs.replace(layout, alignment=layout.alignment // shrink)
         for die in group.dies:

@@ -6,7 +6,7 @@ comes. The cores meet before they post fields, and in dispatch also when they kn
 
 from __future__ import annotations
 
-from xdeepserve.comm.port_cost import ACTIVATION, ANSWER, PortCost, PortLoad
+from xdeepserve.comm.port_cost import ACTIVATION, PortCost, PortLoad
 
 HEADER = 32  # bytes of a row beside its payload
 
@@ -20,8 +20,8 @@ def dispatch_ns(cost: PortCost, load: PortLoad) -> float:
 
 def combine_ns(cost: PortCost, load: PortLoad) -> float:
     """Time (ns) of a combine: a rank stages an answer for each row that has come."""
-    moved = ACTIVATION * load.come * cost.hidden + load.come * ANSWER * cost.hidden
-    return _own_ns(cost, load, 0.0, moved, 1) + cost.stretched_ns(load)
+    moved = ACTIVATION * load.come * cost.hidden + load.come * cost.answer_nbytes
+    return _own_ns(cost, load, 0.0, moved, 1) + cost.quantised_ns(load.come) + cost.stretched_ns(load)
 
 
 def _own_ns(cost: PortCost, load: PortLoad, operations: float, nbytes: float, meetings: int) -> float:

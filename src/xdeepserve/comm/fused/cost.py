@@ -6,7 +6,7 @@ come; and the push, which ends when the busiest port is through.
 
 from __future__ import annotations
 
-from xdeepserve.comm.port_cost import ANSWER, PortCost, PortLoad
+from xdeepserve.comm.port_cost import PortCost, PortLoad
 
 SCALE_SLOT = 512  # bytes of a message beside its INT8 payload
 
@@ -22,5 +22,6 @@ def dispatch_ns(cost: PortCost, load: PortLoad) -> float:
 def combine_ns(cost: PortCost, load: PortLoad) -> float:
     """Time (ns) of a FusedCombine, whose answers are summed where they arrive."""
     spec, elements = cost.spec, load.come * cost.hidden
-    summed = max(spec.hbm_ns(load.come * ANSWER * cost.hidden), cost.vector_ns(2 * elements))
-    return spec.kernel_ns(0, 0) + cost.told_ns(load.come) + summed + cost.stretched_ns(load)
+    summed = max(spec.hbm_ns(load.come * cost.answer_nbytes), cost.vector_ns(2 * elements))
+    own = spec.kernel_ns(0, 0) + cost.quantised_ns(load.come) + cost.told_ns(load.come) + summed
+    return own + cost.stretched_ns(load)

@@ -101,7 +101,8 @@ class Forecast:
     def __init__(self, executor: Executor, loads: EvenLoads, team: Team) -> None:
         self.walk, self.groups, self.config = executor.mem.walk, executor.mem.groups, team.config
         self._executor, self._spec, self._loads = executor, executor.die.spec, loads
-        self._cost = CommCost(self._spec, team.topology, self.config.hidden_size, way=self.walk.exchange)
+        sizes = self.config.hidden_size, self.config.int8_answers
+        self._cost = CommCost(self._spec, team.topology, *sizes, way=self.walk.exchange)
         self._collectives = CollectiveCost(team.sharing(DieRank(0)), self._spec, team.pod.topology)
         self._kept: dict[tuple[PartCounts, ...], int] = {}
 

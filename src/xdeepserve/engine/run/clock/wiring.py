@@ -73,7 +73,8 @@ class ClockWiring:
         walk, experts, pod, config = team.sizes.walk, team.sizes.experts, team.pod, team.config
         self._shapes = ModelShapes(team)
         spec = pod.spec_of(team.dies[0])
-        cost = CommCost(spec, team.topology, config.hidden_size, way=walk.exchange)
+        sizes = config.hidden_size, config.int8_answers
+        cost = CommCost(spec, team.topology, *sizes, way=walk.exchange)
         self.timelines: dict[int, list[Timeline]] = {rank: [] for rank in team.ranks}
         self.expert_timelines: list[Timeline] = []  # of dies that have experts alone
         timeout_ns, held = walk.timeout_ns, [len(own) for own in experts.slots_of]

@@ -55,7 +55,8 @@ class Timetable(Runner):
         self.executors, self.dies = executors, [executor.die for executor in executors]
         self.spec, self.copies = first.die.spec, copies
         topology, way = first.die.fabric.topology, first.mem.walk.exchange
-        self.cost = CommCost(self.spec, topology, first.config.hidden_size, way=way)
+        sizes = first.config.hidden_size, first.config.int8_answers
+        self.cost = CommCost(self.spec, topology, *sizes, way=way)
         self.drawing = Drawing(self.dies, num_domains)
         self.attention: Ns = np.zeros(len(self.dies), np.int64)
         self._microbatch = 0

@@ -233,11 +233,13 @@ def way_back_ns(model: ModelConfig, rows: float, has_shared: bool) -> float:
 
     `rows` is the number of a microbatch's rows.
     """
-    return CommCost(hidden=model.hidden_size).return_ns(rows, model.num_experts_per_tok + has_shared)
+    cost = CommCost(hidden=model.hidden_size, int8_answers=model.int8_answers)
+    return cost.return_ns(rows, model.num_experts_per_tok + has_shared)
 
 
 def slower_way(model: ModelConfig, num_experts: int, rows: float, has_shared: bool) -> float:
     """Return the time of the slower way among expert dies over the mean of both ways."""
-    cost, top_k = CommCost(hidden=model.hidden_size), model.num_experts_per_tok + has_shared
+    cost = CommCost(hidden=model.hidden_size, int8_answers=model.int8_answers)
+    top_k = model.num_experts_per_tok + has_shared
     times = [cost.among_ns(op, num_experts, rows, top_k) for op in get_args(Op)]
     return 2 * max(times) / sum(times)
