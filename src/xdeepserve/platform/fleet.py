@@ -92,6 +92,7 @@ class Fleet:
         self.on_arrive: Callable[[TracedRequest], None] = lambda each: None
         self.pool: Pool | None = None
         self._computing: dict[int, None] = {}  # TEs whose queues become shorter in their steps under way
+        self._changed: dict[int, None] = {}  # steppers that the job executor has to look at
         for te in tes:
             self.join(te)
 
@@ -311,7 +312,7 @@ class Fleet:
         act()
         if stepper.is_idle:
             self._idle[index] = None
-        self._note(index)
+        self._changed[index] = None
 
     def _begin_idle(self) -> None:
         """Begin steps of idle TEs that have got something, after all that comes at the same time."""
@@ -319,9 +320,9 @@ class Fleet:
         for index in idle:
             if self._owners[index] not in self._lost and self.steppers[index].is_idle:
                 self._begin(index)
-                self._note(index)
 
     def _begin(self, index: int) -> None:
+        self._changed[index] = None
         ends = self.steppers[index].begin(self.now)
         if ends is not None:
             self._schedule(index, ends)
@@ -360,7 +361,6 @@ class Fleet:
         if self._owners[index] in self.moving:
             self._move(index)
         self._begin(index)
-        self._note(index)
 
     def _send(self, number: int, request: TracedRequest, te: int) -> None:
         """Send a prompt's KV to its decoder: the TE's other half, or the decode TE with the least KV."""
@@ -407,7 +407,9 @@ class Fleet:
 
     def _choose(self, number: int, request: TracedRequest, pooled: int = 0) -> int:
         self.tree.catch_up(self.now)
-        known = self.known
+        known, changed, self._changed = self.known, self._changed, {}
+        for index in changed:
+            self._note(index)
         found = dict.fromkeys(self.serving, pooled) if pooled else {}
         for te, num_blocks in self.tree.match(request.blocks).items():
             found[te] = max(pooled, num_blocks)

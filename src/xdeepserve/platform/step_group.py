@@ -19,10 +19,10 @@ from xdeepserve.engine.balance.dp import LONG_PROMPT, GroupStatus, prefill_cost
 from xdeepserve.engine.deploy.sizes import StepSizes
 from xdeepserve.engine.dp.events import EventLog, GroupId
 from xdeepserve.engine.dp.group_books import GroupBooks
-from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.sequence import SampledToken, Sequence
 from xdeepserve.engine.dp.step import PlannedStep, Scheduled, SeqResult
+from xdeepserve.platform.step_rtc import StepRTC
 from xdeepserve.platform.traced_tokens import Name, TracedTokens
 from xdeepserve.platform.traces import TracedRequest
 
@@ -104,8 +104,11 @@ class StepGroup(GroupBooks):
     After `plan` a run of up to `horizon` steps alike is under way, of which `done` have ended.
     """
 
-    def __init__(self, name: GroupId, steps: StepSizes, rtc: RTC, tell: EventLog, tokens_each: float) -> None:
+    def __init__(
+        self, name: GroupId, steps: StepSizes, rtc: StepRTC, tell: EventLog, tokens_each: float
+    ) -> None:
         super().__init__(name, steps, rtc, tell)
+        self.rtc: StepRTC = rtc
         self.openings = rtc.index.root.children  # by name: first blocks of prompts that are cached
         self._accepted, self._drafts = tokens_each - 1, [0] * steps.mtp
         self.step: PlannedStep | None = None
@@ -132,7 +135,7 @@ class StepGroup(GroupBooks):
         are_alike = is_whole and preempted == scheduler.preemption.count and not step.copies
         self.load = self._load_of(step)
         self.horizon = self._num_alike(step) if are_alike else 1
-        self._evicts = self._num_blocks(step, self.horizon - 1) > self.rtc.num_free
+        self._evicts = not self._fits(step, self.horizon - 1, self.rtc.num_free)
         return True
 
     def _let_in(self) -> None:
@@ -175,11 +178,11 @@ class StepGroup(GroupBooks):
             if count <= 1:
                 return 1
         room = self.rtc.num_available
-        if self._num_blocks(step, count - 1) > room:
+        if not self._fits(step, count - 1, room):
             low, high = 1, count  # with `low` steps there is room
             while high - low > 1:
                 middle = (low + high) // 2
-                low, high = (middle, high) if self._num_blocks(step, middle - 1) <= room else (low, middle)
+                low, high = (middle, high) if self._fits(step, middle - 1, room) else (low, middle)
             count = low
         return count
 
@@ -189,6 +192,8 @@ class StepGroup(GroupBooks):
 
     def _steps_left(self, seq: TracedSequence, num_tokens: int) -> int:
         """Count the steps in which a sequence that decodes gets `num_tokens` more."""
+        if not self._accepted:
+            return num_tokens
         wanted = self._num_tokens(seq.num_steps) + num_tokens
         return math.ceil(wanted / (1 + self._accepted) - ROUNDING) - seq.num_steps
 
@@ -198,16 +203,20 @@ class StepGroup(GroupBooks):
         assert isinstance(seq, TracedSequence)
         if not share.ends:
             return count * share.num_tokens
+        if not self._accepted:
+            return count
         return self._num_tokens(seq.num_steps + count) - self._num_tokens(seq.num_steps)
 
-    def _num_blocks(self, step: PlannedStep, count: int) -> int:
-        """Count the blocks that are taken until a step is planned that is `count` steps after `step`."""
+    def _fits(self, step: PlannedStep, count: int, room: int) -> bool:
+        """Whether `room` has the blocks that are taken until a step is planned `count` steps after `step`."""
+        if (self.load.rows * (count + 1)) // self.rtc.block_size + 2 * len(step.shares) <= room:
+            return True  # at most as many, whatever is in the last block of each sequence
         blocks_for = self.rtc.blocks_for
-        return sum(
-            blocks_for(share.start + self._gained(share, count) + share.num_rows)
-            - len(share.seq.holding.slots)
-            for share in step.shares
-        )
+        taken = 0
+        for share in step.shares:
+            stop = share.start + self._gained(share, count) + share.num_rows
+            taken += blocks_for(stop) - len(share.seq.holding.slots)
+        return taken <= room
 
     def _advance(self, share: Scheduled, count: int) -> Scheduled:
         """Move the books of a share's sequence on by `count` steps; return its share of the next one."""
@@ -220,7 +229,7 @@ class StepGroup(GroupBooks):
             seq.num_steps += count
         has_room = self.rtc.alloc_blocks(seq.holding, seq.num_computed + share.num_rows)
         assert has_room
-        if self.steps.caches_prefixes:
+        if self.steps.caches_prefixes and self.rtc.has_new(seq.holding, seq.num_computed):
             self.rtc.publish(seq.holding, seq.token_ids[: seq.num_computed])
         return msgspec.structs.replace(share, start=seq.num_computed)
 

@@ -11,8 +11,10 @@ run after the step under way. So the simulation's work grows with requests and n
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from xdeepserve.engine.balance.dp import ATTENTION, GroupStatus
@@ -106,18 +108,17 @@ class Unlike:
     def __init__(self, groups: Sequence[StepGroup]) -> None:
         self._groups = groups
         self.num, self.openings = 0, set[Name]()
+        self.occupied = set[GroupRank]()  # groups that have sequences
 
     @property
     def open_ranks(self) -> tuple[GroupRank, ...]:
         """Ranks of the DP groups that are not alike, and of as many others as there are requests."""
-        found, alike = [], 0
-        for group in self._groups:
-            if group.is_empty and not any(map(group.openings.__contains__, self.openings)):
-                alike += 1
-                if alike > self.num:
-                    continue
-            found.append(group.rank)
-        return tuple(found)
+        unlike = set[GroupRank]()
+        for opening in self.openings:
+            unlike.update(group.rank for group in self._groups if opening in group.openings)
+        unlike |= self.occupied
+        alike = (group.rank for group in self._groups if group.rank not in unlike)
+        return tuple(sorted([*unlike, *islice(alike, self.num)]))
 
 
 class StepTE:
@@ -237,6 +238,7 @@ class StepTE:
     def _wake(self, group: StepGroup) -> None:
         group.changed()
         self._woken[group.rank] = group
+        self._open.occupied.add(group.rank)
 
     def _deal(self) -> None:
         """Have the TE-shell deal out waiting requests, as many as its policy could place now."""
@@ -362,14 +364,12 @@ class StepTE:
 
     def _num_until(self, now: float) -> int:
         """Count the steps of the run up to the one that is under way now."""
-        low, high = 1, self._count
-        while low < high:
-            middle = (low + high) // 2
-            if self._start + self._elapsed(middle) >= now:
-                high = middle
-            else:
-                low = middle + 1
-        return low
+        count = min(self._count, max(1, math.ceil((now - self._start) / self._price)))
+        while count > 1 and self._start + self._elapsed(count - 1) >= now:
+            count -= 1
+        while count < self._count and self._start + self._elapsed(count) < now:
+            count += 1
+        return count
 
     def end(self) -> tuple[list[TracedSequence], list[TracedSequence]]:
         """End the run under way. Returns the requests with a first token, and those that are finished here.
@@ -403,6 +403,8 @@ class StepTE:
         del self._under_way[group.rank]
         chunk = group.load.chunk
         group.finish()
+        if group.is_empty:
+            self._open.occupied.discard(group.rank)
         if chunk is not None:
             assert isinstance(chunk.seq, TracedSequence)
             self._note_cost(chunk.seq, chunk.seq.num_computed)
@@ -437,6 +439,7 @@ class StepTE:
             self.shell.remove(seq)
         self._tasks.clear()
         self._woken.clear()
+        self._open.occupied.clear()
         self.positions = 0.0
         return found
 
