@@ -44,6 +44,7 @@ class TracedSequence(Sequence):
     cost: int = 0  # of the rest of its prefill
     num_steps: int = 0  # in which it has decoded
     num_own: int | None = None
+    told_ns: float = 0.0  # when its newest tokens came
 
     @property
     def is_long(self) -> bool:
@@ -118,6 +119,9 @@ class StepGroup(GroupBooks):
             False,
         )  # steps of the run that are in the books; whether blocks go in it
         self._status: GroupStatus | None = None  # before the first step of the run
+        self.ahead = 0  # steps of the run under way, beside those that have ended, as its TE sees it
+        self.tail = 0.0  # time of a step after its last exchange
+        self.begins = self.ends = 0.0  # when the step under way began, and the last one ended
 
     # ---- a run of steps -----------------------------------------------------------------------------
 
@@ -241,16 +245,20 @@ class StepGroup(GroupBooks):
 
     def _move_books(self) -> None:
         """Move the books of all sequences on to the last step that has ended, as it was planned."""
-        step, count = self.step, self.done - 1 - self._moved
-        assert step is not None
-        if count:
-            step.shares[:] = [self._advance(share, count) for share in step.shares]
-            self.scheduler.stats.rows_per_step[step.num_rows] += count
-            self._moved, self._status = self.done - 1, None
+        self._move_shares(self.done - 1)
         chunk = self.load.chunk
         if chunk is not None and self.steps.caches_prefixes:
             stop = chunk.start + self.done * chunk.num_tokens
             self.rtc.publish(chunk.seq.holding, chunk.seq.token_ids[:stop])
+
+    def _move_shares(self, num_steps: int) -> None:
+        """Move the shares on to the step after so many of the run, as it is planned."""
+        step, count = self.step, num_steps - self._moved
+        assert step is not None
+        if count:
+            step.shares[:] = [self._advance(share, count) for share in step.shares]
+            self.scheduler.stats.rows_per_step[step.num_rows] += count
+            self._moved, self._status = num_steps, None
 
     def finish(self) -> None:
         """Bring the books to the last step that has ended, and have the scheduler finish it."""
@@ -279,15 +287,19 @@ class StepGroup(GroupBooks):
     # ---- for the TE-shell, and the job executor -----------------------------------------------------
 
     def status(self) -> GroupStatus:
-        """Report the load after the steps that have ended."""
+        """Report the load after the steps that have ended, and after the one under way as far as counts
+        tell."""
+        if self._is_last_under_way:
+            self._move_shares(self.done)
+            return super().status()
         if self._status is None:
             self._status = super().status()
-        chunk, status = self.load.chunk, self._status
-        if self.step is None or not self.done or (chunk is None and self.steps.role != "decode"):
+        chunk, status, done = self.load.chunk, self._status, self.done + self.ahead
+        if self.step is None or not done or (chunk is None and self.steps.role != "decode"):
             return status
         changes: dict[str, float] = {}
         if chunk is not None:
-            seq, computed = chunk.seq, chunk.start + self.done * chunk.num_tokens
+            seq, computed = chunk.seq, chunk.start + done * chunk.num_tokens
             now, then = seq.num_prompt - seq.num_computed, seq.num_prompt - computed
             changes["queued_tokens"] = status.queued_tokens - now + then
             changes["queued_cost"] = (
@@ -302,6 +314,29 @@ class StepGroup(GroupBooks):
             changes |= self._blocks_now(status)
         return msgspec.structs.replace(status, **changes) if changes else status
 
+    @property
+    def _is_last_under_way(self) -> bool:
+        """Whether the last step of a run is under way, in which sequences may come to their ends."""
+        return self.ahead > 0 and self.done + self.ahead == self.horizon
+
+    def missing(self, seq: Sequence) -> tuple[int, int]:
+        num, num_computed = super().missing(seq)
+        if self._is_last_under_way and self.step is not None:
+            for share in self.step.shares:
+                if share.seq is seq:
+                    return num + share.ends - share.num_tokens, num_computed + share.num_tokens
+        return num, num_computed
+
+    @property
+    def num_leaving(self) -> int:
+        if not self._is_last_under_way or self.step is None:
+            return 0
+        is_over = self.steps.role == "prefill"
+        return sum(
+            share.ends and (is_over or share.seq.num_generated + 1 >= share.seq.max_tokens)
+            for share in self.step.shares
+        )
+
     def _blocks_now(self, status: GroupStatus) -> dict[str, float]:
         """Count used, reserved and promised blocks after the steps that have ended."""
         assert self.step is not None
@@ -309,7 +344,8 @@ class StepGroup(GroupBooks):
         for share in self.step.shares:
             seq, blocks_for = share.seq, self.rtc.blocks_for
             held, length = len(seq.holding.slots), len(seq.token_ids)
-            then = blocks_for(share.start + self._gained(share, self.done - 1 - self._moved) + share.num_rows)
+            planned = self.done + self.ahead - 1 - self._moved
+            then = blocks_for(share.start + self._gained(share, planned) + share.num_rows)
             wanted = blocks_for(length + (self._gained(share, self.done - self._moved) if share.ends else 0))
             more += then - held
             promised += max(0, wanted - then) - max(0, blocks_for(length) - held)
