@@ -317,14 +317,15 @@ class StepTE:
     def _turn(self, now: float, group: StepGroup) -> bool:
         """End a group's step, deal out what waits, and plan; return whether a step has begun."""
         self._end(group)
-        self._deal()
+        if self.waiting or self.shell.pending or self.shell.arrivals:
+            self._deal()
         self._plan(now, group)
         return self._plan_resting(now) or group.step is not None
 
     def _plan_resting(self, now: float) -> bool:
         """Plan for the groups that have got something and are in no step; return whether one has rows."""
         has_rows = False
-        for rank in sorted(self._woken):
+        for rank in sorted(self._woken) if self._woken else ():
             group = self._woken[rank]
             if not group.ahead:
                 has_rows = self._plan(now, group) or has_rows
@@ -365,11 +366,12 @@ class StepTE:
             count = min(count, group.horizon - done)
             less, kv, alike = self._attention(load, done)
             count = min(count, alike)
-            lines += [less, kv]
             before = self._before(load.rows)
             meets = max(meets, group.begins + before + share * max(less[0], kv[0]))
             alone = group.tail + before
-            heads += [(alone + share * less[0], share * less[1]), (alone + share * kv[0], share * kv[1])]
+            for line in (less,) if less[0] >= kv[0] and less[1] >= kv[1] else (less, kv):
+                lines.append(line)
+                heads.append((alone + share * line[0], share * line[1]))
         most, slope = max(lines)
         head, head_slope = max(heads)
         for found, (highest, steepest) in ((lines, (most, slope)), (heads, (head, head_slope))):
@@ -425,9 +427,8 @@ class StepTE:
 
     def queued_at(self, now: float) -> float:
         """Return the prefill cost of all that the TE has, after the steps that have ended by now."""
-        ended, queued = 0, self._queued
-        if self._count:
-            now -= self._first_tail
+        ended, queued, now = 0, self._queued, now - self._first_tail
+        if self._count and self._start + self._price <= now:
             ended = self._num_until(now)
             ended -= ended > 0 and self._start + self._elapsed(ended) > now
         for group in self._under_way.values() if ended else ():
