@@ -19,6 +19,7 @@ from xdeepserve.engine.balance.prompt_tree import PromptTree
 from xdeepserve.engine.balance.te_policies import Known, RoutedRequest, best, scores
 from xdeepserve.errors import InputError, XDeepServeError
 from xdeepserve.platform.fleet_words import Decision, FleetTE, ServedRequest
+from xdeepserve.platform.step_group import TracedSequence
 from xdeepserve.platform.step_pool import TEPool
 from xdeepserve.platform.step_te import StepLimits, StepTE
 from xdeepserve.platform.traces import TracedRequest
@@ -92,6 +93,7 @@ class Fleet:
         self.on_arrive: Callable[[TracedRequest], None] = lambda each: None
         self.pool: Pool | None = None
         self._computing: dict[int, None] = {}  # TEs whose queues become shorter in their steps under way
+        self._changed: dict[int, None] = {}  # steppers that the job executor has to look at
         for te in tes:
             self.join(te)
 
@@ -311,7 +313,7 @@ class Fleet:
         act()
         if stepper.is_idle:
             self._idle[index] = None
-        self._note(index)
+        self._changed[index] = None
 
     def _begin_idle(self) -> None:
         """Begin steps of idle TEs that have got something, after all that comes at the same time."""
@@ -319,10 +321,10 @@ class Fleet:
         for index in idle:
             if self._owners[index] not in self._lost and self.steppers[index].is_idle:
                 self._begin(index)
-                self._note(index)
 
     def _begin(self, index: int) -> None:
-        ends = self.steppers[index].begin(self.now)
+        self._changed[index] = None
+        ends = self.steppers[index].turn(self.now)
         if ends is not None:
             self._schedule(index, ends)
 
@@ -345,22 +347,35 @@ class Fleet:
         if order != self._valid[index]:
             return
         self.now = at
+        if self._owners[index] in self.moving:
+            self.steppers[index].stop(self.now)
+            self._collect(index, math.inf)
+            self._move(index)
+            self._changed[index] = None
+        else:
+            self._begin(index)
+            self._collect(index, self.now)
+
+    def _collect(self, index: int, now: float) -> None:
+        """Take the requests with a first or a last token of a stepper, and look again at the next ones."""
         stepper = self.steppers[index]
-        first, done = stepper.end()
+        if self._owners[index] in self._lost:
+            return
+        first, done = stepper.take(now)
+        if done:
+            self._changed[index] = None
+        if stepper.told_at < math.inf:
+            self.at(stepper.told_at, lambda: self._collect(index, self.now))
         for seq in first:
-            self._first.setdefault(seq.seq_id, (self.now, seq.num_cached, self._owners[index]))
+            self._first.setdefault(seq.seq_id, (seq.told_ns, seq.num_cached, self._owners[index]))
             if self.pool is not None:
                 block, own = stepper.limits.block, seq.num_cached if seq.num_own is None else seq.num_own
                 self.pool.use(seq.request.blocks[: seq.num_prompt // block], own // block)
         for seq in done:
             if stepper.decodes or seq.max_tokens == 1:
-                self._end(index, seq.seq_id, seq.request)
+                self._end(index, seq)
             else:
                 self._send(seq.seq_id, seq.request, self._owners[index])
-        if self._owners[index] in self.moving:
-            self._move(index)
-        self._begin(index)
-        self._note(index)
 
     def _send(self, number: int, request: TracedRequest, te: int) -> None:
         """Send a prompt's KV to its decoder: the TE's other half, or the decode TE with the least KV."""
@@ -377,11 +392,12 @@ class Fleet:
         later = self.now + self.tes[te].transfer_ns * request.input_length
         self._schedule(index, later, SentRequest(number, request))
 
-    def _end(self, index: int, number: int, request: TracedRequest) -> None:
+    def _end(self, index: int, seq: TracedSequence) -> None:
+        number = seq.seq_id
         first_ns, cached, first_te = self._first.pop(number)
-        request = self._whole.pop(number, request)
+        request = self._whole.pop(number, seq.request)
         served = ServedRequest(
-            number, self._owners[index], request.at_ns, first_ns, self.now,
+            number, self._owners[index], request.at_ns, first_ns, seq.told_ns,
             request.input_length, request.output_length, cached, first_te,
         )  # fmt: skip
         self.served.append(served)
@@ -407,7 +423,9 @@ class Fleet:
 
     def _choose(self, number: int, request: TracedRequest, pooled: int = 0) -> int:
         self.tree.catch_up(self.now)
-        known = self.known
+        known, changed, self._changed = self.known, self._changed, {}
+        for index in changed:
+            self._note(index)
         found = dict.fromkeys(self.serving, pooled) if pooled else {}
         for te, num_blocks in self.tree.match(request.blocks).items():
             found[te] = max(pooled, num_blocks)

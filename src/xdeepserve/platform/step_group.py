@@ -19,10 +19,10 @@ from xdeepserve.engine.balance.dp import LONG_PROMPT, GroupStatus, prefill_cost
 from xdeepserve.engine.deploy.sizes import StepSizes
 from xdeepserve.engine.dp.events import EventLog, GroupId
 from xdeepserve.engine.dp.group_books import GroupBooks
-from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.sequence import SampledToken, Sequence
 from xdeepserve.engine.dp.step import PlannedStep, Scheduled, SeqResult
+from xdeepserve.platform.step_rtc import StepRTC
 from xdeepserve.platform.traced_tokens import Name, TracedTokens
 from xdeepserve.platform.traces import TracedRequest
 
@@ -44,6 +44,7 @@ class TracedSequence(Sequence):
     cost: int = 0  # of the rest of its prefill
     num_steps: int = 0  # in which it has decoded
     num_own: int | None = None
+    told_ns: float = 0.0  # when its newest tokens came
 
     @property
     def is_long(self) -> bool:
@@ -104,8 +105,11 @@ class StepGroup(GroupBooks):
     After `plan` a run of up to `horizon` steps alike is under way, of which `done` have ended.
     """
 
-    def __init__(self, name: GroupId, steps: StepSizes, rtc: RTC, tell: EventLog, tokens_each: float) -> None:
+    def __init__(
+        self, name: GroupId, steps: StepSizes, rtc: StepRTC, tell: EventLog, tokens_each: float
+    ) -> None:
         super().__init__(name, steps, rtc, tell)
+        self.rtc: StepRTC = rtc
         self.openings = rtc.index.root.children  # by name: first blocks of prompts that are cached
         self._accepted, self._drafts = tokens_each - 1, [0] * steps.mtp
         self.step: PlannedStep | None = None
@@ -115,6 +119,9 @@ class StepGroup(GroupBooks):
             False,
         )  # steps of the run that are in the books; whether blocks go in it
         self._status: GroupStatus | None = None  # before the first step of the run
+        self.ahead = 0  # steps of the run under way, beside those that have ended, as its TE sees it
+        self.tail = 0.0  # time of a step after its last exchange
+        self.begins = self.ends = 0.0  # when the step under way began, and the last one ended
 
     # ---- a run of steps -----------------------------------------------------------------------------
 
@@ -132,7 +139,7 @@ class StepGroup(GroupBooks):
         are_alike = is_whole and preempted == scheduler.preemption.count and not step.copies
         self.load = self._load_of(step)
         self.horizon = self._num_alike(step) if are_alike else 1
-        self._evicts = self._num_blocks(step, self.horizon - 1) > self.rtc.num_free
+        self._evicts = not self._fits(step, self.horizon - 1, self.rtc.num_free)
         return True
 
     def _let_in(self) -> None:
@@ -175,11 +182,11 @@ class StepGroup(GroupBooks):
             if count <= 1:
                 return 1
         room = self.rtc.num_available
-        if self._num_blocks(step, count - 1) > room:
+        if not self._fits(step, count - 1, room):
             low, high = 1, count  # with `low` steps there is room
             while high - low > 1:
                 middle = (low + high) // 2
-                low, high = (middle, high) if self._num_blocks(step, middle - 1) <= room else (low, middle)
+                low, high = (middle, high) if self._fits(step, middle - 1, room) else (low, middle)
             count = low
         return count
 
@@ -189,6 +196,8 @@ class StepGroup(GroupBooks):
 
     def _steps_left(self, seq: TracedSequence, num_tokens: int) -> int:
         """Count the steps in which a sequence that decodes gets `num_tokens` more."""
+        if not self._accepted:
+            return num_tokens
         wanted = self._num_tokens(seq.num_steps) + num_tokens
         return math.ceil(wanted / (1 + self._accepted) - ROUNDING) - seq.num_steps
 
@@ -198,16 +207,20 @@ class StepGroup(GroupBooks):
         assert isinstance(seq, TracedSequence)
         if not share.ends:
             return count * share.num_tokens
+        if not self._accepted:
+            return count
         return self._num_tokens(seq.num_steps + count) - self._num_tokens(seq.num_steps)
 
-    def _num_blocks(self, step: PlannedStep, count: int) -> int:
-        """Count the blocks that are taken until a step is planned that is `count` steps after `step`."""
+    def _fits(self, step: PlannedStep, count: int, room: int) -> bool:
+        """Whether `room` has the blocks that are taken until a step is planned `count` steps after `step`."""
+        if (self.load.rows * (count + 1)) // self.rtc.block_size + 2 * len(step.shares) <= room:
+            return True  # at most as many, whatever is in the last block of each sequence
         blocks_for = self.rtc.blocks_for
-        return sum(
-            blocks_for(share.start + self._gained(share, count) + share.num_rows)
-            - len(share.seq.holding.slots)
-            for share in step.shares
-        )
+        taken = 0
+        for share in step.shares:
+            stop = share.start + self._gained(share, count) + share.num_rows
+            taken += blocks_for(stop) - len(share.seq.holding.slots)
+        return taken <= room
 
     def _advance(self, share: Scheduled, count: int) -> Scheduled:
         """Move the books of a share's sequence on by `count` steps; return its share of the next one."""
@@ -220,7 +233,7 @@ class StepGroup(GroupBooks):
             seq.num_steps += count
         has_room = self.rtc.alloc_blocks(seq.holding, seq.num_computed + share.num_rows)
         assert has_room
-        if self.steps.caches_prefixes:
+        if self.steps.caches_prefixes and self.rtc.has_new(seq.holding, seq.num_computed):
             self.rtc.publish(seq.holding, seq.token_ids[: seq.num_computed])
         return msgspec.structs.replace(share, start=seq.num_computed)
 
@@ -232,16 +245,20 @@ class StepGroup(GroupBooks):
 
     def _move_books(self) -> None:
         """Move the books of all sequences on to the last step that has ended, as it was planned."""
-        step, count = self.step, self.done - 1 - self._moved
-        assert step is not None
-        if count:
-            step.shares[:] = [self._advance(share, count) for share in step.shares]
-            self.scheduler.stats.rows_per_step[step.num_rows] += count
-            self._moved, self._status = self.done - 1, None
+        self._move_shares(self.done - 1)
         chunk = self.load.chunk
         if chunk is not None and self.steps.caches_prefixes:
             stop = chunk.start + self.done * chunk.num_tokens
             self.rtc.publish(chunk.seq.holding, chunk.seq.token_ids[:stop])
+
+    def _move_shares(self, num_steps: int) -> None:
+        """Move the shares on to the step after so many of the run, as it is planned."""
+        step, count = self.step, num_steps - self._moved
+        assert step is not None
+        if count:
+            step.shares[:] = [self._advance(share, count) for share in step.shares]
+            self.scheduler.stats.rows_per_step[step.num_rows] += count
+            self._moved, self._status = num_steps, None
 
     def finish(self) -> None:
         """Bring the books to the last step that has ended, and have the scheduler finish it."""
@@ -270,15 +287,19 @@ class StepGroup(GroupBooks):
     # ---- for the TE-shell, and the job executor -----------------------------------------------------
 
     def status(self) -> GroupStatus:
-        """Report the load after the steps that have ended."""
+        """Report the load after the steps that have ended, and after the one under way as far as counts
+        tell."""
+        if self._is_last_under_way:
+            self._move_shares(self.done)
+            return super().status()
         if self._status is None:
             self._status = super().status()
-        chunk, status = self.load.chunk, self._status
-        if self.step is None or not self.done or (chunk is None and self.steps.role != "decode"):
+        chunk, status, done = self.load.chunk, self._status, self.done + self.ahead
+        if self.step is None or not done or (chunk is None and self.steps.role != "decode"):
             return status
         changes: dict[str, float] = {}
         if chunk is not None:
-            seq, computed = chunk.seq, chunk.start + self.done * chunk.num_tokens
+            seq, computed = chunk.seq, chunk.start + done * chunk.num_tokens
             now, then = seq.num_prompt - seq.num_computed, seq.num_prompt - computed
             changes["queued_tokens"] = status.queued_tokens - now + then
             changes["queued_cost"] = (
@@ -293,6 +314,29 @@ class StepGroup(GroupBooks):
             changes |= self._blocks_now(status)
         return msgspec.structs.replace(status, **changes) if changes else status
 
+    @property
+    def _is_last_under_way(self) -> bool:
+        """Whether the last step of a run is under way, in which sequences may come to their ends."""
+        return self.ahead > 0 and self.done + self.ahead == self.horizon
+
+    def missing(self, seq: Sequence) -> tuple[int, int]:
+        num, num_computed = super().missing(seq)
+        if self._is_last_under_way and self.step is not None:
+            for share in self.step.shares:
+                if share.seq is seq:
+                    return num + share.ends - share.num_tokens, num_computed + share.num_tokens
+        return num, num_computed
+
+    @property
+    def num_leaving(self) -> int:
+        if not self._is_last_under_way or self.step is None:
+            return 0
+        is_over = self.steps.role == "prefill"
+        return sum(
+            share.ends and (is_over or share.seq.num_generated + 1 >= share.seq.max_tokens)
+            for share in self.step.shares
+        )
+
     def _blocks_now(self, status: GroupStatus) -> dict[str, float]:
         """Count used, reserved and promised blocks after the steps that have ended."""
         assert self.step is not None
@@ -300,7 +344,8 @@ class StepGroup(GroupBooks):
         for share in self.step.shares:
             seq, blocks_for = share.seq, self.rtc.blocks_for
             held, length = len(seq.holding.slots), len(seq.token_ids)
-            then = blocks_for(share.start + self._gained(share, self.done - 1 - self._moved) + share.num_rows)
+            planned = self.done + self.ahead - 1 - self._moved
+            then = blocks_for(share.start + self._gained(share, planned) + share.num_rows)
             wanted = blocks_for(length + (self._gained(share, self.done - self._moved) if share.ends else 0))
             more += then - held
             promised += max(0, wanted - then) - max(0, blocks_for(length) - held)

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from xdeepserve.engine.dp.block_table import Holding
 from xdeepserve.engine.dp.prefix_index import Node
-from xdeepserve.engine.dp.rtc import RTC
+from xdeepserve.engine.dp.rtc import RTC, Match
 from xdeepserve.errors import XDeepServeError
+from xdeepserve.platform.traced_tokens import TracedTokens
 
 
 class StepRTC(RTC):
@@ -26,14 +27,31 @@ class StepRTC(RTC):
     def num_cached(self) -> int:
         return len(self._idle)
 
+    def match_by_prefix_token(self, tokens: Sequence[int]) -> Match:
+        assert isinstance(tokens, TracedTokens)
+        ready: list[Node] = []
+        children = self.index.root.children
+        for name in tokens.names(self.block_size):
+            node = children.get(name)
+            if node is None or not node.is_ready:
+                break
+            ready.append(node)
+            children = node.children
+        return Match(ready, [])
+
     def adopt(self, holding: Holding, nodes: Sequence[Node]) -> None:
         super().adopt(holding, nodes)
         self._take(nodes)
 
+    def has_new(self, holding: Holding, num_computed: int) -> bool:
+        """Whether a sequence has computed whole blocks that are not in the index."""
+        return num_computed // self.block_size > len(holding.nodes)
+
     def publish(self, holding: Holding, tokens: Sequence[int]) -> None:
         before = len(holding.nodes)
-        super().publish(holding, tokens)
-        self._take(holding.nodes[before:])
+        if before < len(tokens) // self.block_size:  # what is in use is touched when it is given up
+            super().publish(holding, tokens)
+            self._take(holding.nodes[before:])
 
     def _take(self, nodes: Iterable[Node]) -> None:
         for node in nodes:

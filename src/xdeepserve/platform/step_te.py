@@ -11,8 +11,11 @@ run after the step under way. So the simulation's work grows with requests and n
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from itertools import islice
 from typing import NamedTuple
 
 from xdeepserve.engine.balance.dp import ATTENTION, GroupStatus
@@ -26,7 +29,7 @@ from xdeepserve.engine.numbers import GroupRank
 from xdeepserve.engine.te.life import Lifetime
 from xdeepserve.engine.te.shell import TEShell
 from xdeepserve.platform import step_group
-from xdeepserve.platform.step_group import StepGroup, TracedSequence, opening, traced_sequence
+from xdeepserve.platform.step_group import StepGroup, StepLoad, TracedSequence, opening, traced_sequence
 from xdeepserve.platform.step_pool import NO_POOL, StepPool, TEPool
 from xdeepserve.platform.step_rtc import StepRTC
 from xdeepserve.platform.traced_tokens import Name, blocks_ending_in
@@ -81,6 +84,7 @@ class StepLimits(NamedTuple):
 
 
 WHOLE = round(2 / ATTENTION)  # a prefill cost of 1 in units in which every cost is a whole number
+Line = tuple[float, float]  # of times in a run of steps: in the first one, and growth from step to step
 SETTINGS = TESettings(
     dispatch="collaborative",
     decode="kv",
@@ -106,18 +110,17 @@ class Unlike:
     def __init__(self, groups: Sequence[StepGroup]) -> None:
         self._groups = groups
         self.num, self.openings = 0, set[Name]()
+        self.occupied = set[GroupRank]()  # groups that have sequences
 
     @property
     def open_ranks(self) -> tuple[GroupRank, ...]:
         """Ranks of the DP groups that are not alike, and of as many others as there are requests."""
-        found, alike = [], 0
-        for group in self._groups:
-            if group.is_empty and not any(map(group.openings.__contains__, self.openings)):
-                alike += 1
-                if alike > self.num:
-                    continue
-            found.append(group.rank)
-        return tuple(found)
+        unlike = set[GroupRank]()
+        for name in self.openings:
+            unlike.update(group.rank for group in self._groups if name in group.openings)
+        unlike |= self.occupied
+        alike = (group.rank for group in self._groups if group.rank not in unlike)
+        return tuple(sorted([*unlike, *islice(alike, self.num)]))
 
 
 class StepTE:
@@ -160,8 +163,14 @@ class StepTE:
         self.shell.wake = self._wake
         self._woken: dict[GroupRank, StepGroup] = {}  # to be planned anew
         self._under_way: dict[GroupRank, StepGroup] = {}
-        self._start = self._price = self._slope = 0.0
-        self._count = 0  # steps under way
+        self._count = 0  # steps under way, from `_start` on
+        self._start = self._price = self._slope = self._first_tail = 0.0
+        self._is_due_early = False  # a group in no step takes its turn before those that are in one
+        self._ending: list[StepGroup] = []  # that have left the last exchange of their step, and not ended it
+        self._exchanged = 0.0  # when they left it
+        self._since = self._ended = 0.0  # the latest begin of a step, and end of a group's step
+        self._before = lru_cache(maxsize=None)(price.ends.before)
+        self._together = lru_cache(maxsize=None)(price.together)
 
     def _group(self, rank: GroupRank, sizes: StepSizes, log: EventLog) -> StepGroup:
         limits = self.limits
@@ -237,6 +246,7 @@ class StepTE:
     def _wake(self, group: StepGroup) -> None:
         group.changed()
         self._woken[group.rank] = group
+        self._open.occupied.add(group.rank)
 
     def _deal(self) -> None:
         """Have the TE-shell deal out waiting requests, as many as its policy could place now."""
@@ -264,6 +274,7 @@ class StepTE:
     def _advance(self, seq: Seq, tokens: list[SampledToken]) -> bool:
         """Take new tokens of a sequence; return whether it has ended."""
         assert isinstance(seq, TracedSequence)
+        seq.told_ns = self._ended
         if self.prefills and seq.num_generated == len(tokens):
             self._first.append(seq)
             self._note_cost(seq, seq.num_prompt)
@@ -276,65 +287,135 @@ class StepTE:
 
     # ---- time ---------------------------------------------------------------------------------------
 
-    def begin(self, now: float) -> float | None:
-        """Plan a step, or a run of steps, from now on. Returns when it ends, or None if there is nothing to
-        do."""
-        self._start, self._count = now, 0
+    def turn(self, now: float) -> float | None:
+        """Take the turns of DP groups that are due, and begin a step or a run of steps if one has rows.
+
+        Returns when the next turn is due, or None if there is nothing to do. `take` has the results, those
+        of groups that end later as well.
+        """
+        if self._count:
+            self._end_run(now)
+        has_begun = self._rest_turns(now)
+        while self._ending and not has_begun and self._due <= now:
+            has_begun = self._turn(now, self._ending.pop(0))
+        if has_begun:
+            for group in self._ending:  # which runs the step that another one has begun
+                self._end(group)
+                self._plan(now, group)
+            self._ending.clear()
+            self._count, self._since = self._run(), now
+        self._is_due_early = False
+        return None if self.is_idle else self.ends_at
+
+    def _rest_turns(self, now: float) -> bool:
+        """Take the turn of groups that are in no step, if it is due; return whether one begins a step."""
+        if self._ending and not self._is_due_early:
+            return False
         self._deal()
-        for rank in sorted(self._woken):
+        return self._plan_resting(now)
+
+    def _turn(self, now: float, group: StepGroup) -> bool:
+        """End a group's step, deal out what waits, and plan; return whether a step has begun."""
+        self._end(group)
+        if self.waiting or self.shell.pending or self.shell.arrivals:
+            self._deal()
+        self._plan(now, group)
+        return self._plan_resting(now) or group.step is not None
+
+    def _plan_resting(self, now: float) -> bool:
+        """Plan for the groups that have got something and are in no step; return whether one has rows."""
+        has_rows = False
+        for rank in sorted(self._woken) if self._woken else ():
             group = self._woken[rank]
+            if not group.ahead:
+                has_rows = self._plan(now, group) or has_rows
+        return has_rows
+
+    def _plan(self, now: float, group: StepGroup) -> bool:
+        """Plan a group's next step at the end of its last one, if anything has changed; return whether it
+        has rows."""
+        group.begins = max(now, group.ends)
+        if self._woken.pop(group.rank, None) is not None:
             if group.step is not None:
                 self._finish(group)
             if group.places.has_work and group.plan():
-                self._under_way[rank] = group
+                self._under_way[group.rank] = group
+                group.tail = self._tail(group.load)
             for seq in group.places.running if self.prefills else ():
                 assert isinstance(seq, TracedSequence)
                 if seq.cost and seq.num_computed:
                     self._note_cost(seq, seq.num_computed)
-        self._woken.clear()
-        if self._under_way:
-            self._count = self._run()
-        return self.ends_at if self._count else None
+        return group.step is not None
+
+    def _tail(self, load: StepLoad) -> float:
+        """Return the time of a group from a step's last exchange to its own end."""
+        ends = self.price.ends
+        return ends.after(load.rows) + (ends.sample(load.logits) if load.logits else 0.0)
 
     def _run(self) -> int:
-        """Price the steps under way; return how many follow each other on a line of prices."""
+        """Price the steps under way; return how many follow each other on a line of prices.
+
+        The groups meet when the last one has come to the first exchange, and then wait for the slowest.
+        """
         price, fullest, rows, logits, count = self.price, 0, 0, 0, step_group.LONGEST_RUN
-        of = price.attention
-        lines = []  # by groups: time of attention, and its growth from step to step
+        share, meets = price.ends.share, 0.0
+        lines, heads = [], []  # by groups: time of attention, and up to the first exchange, and their growth
         for group in self._under_way.values():
             load, done = group.load, group.done
             fullest, rows, logits = max(fullest, load.rows), rows + load.rows, max(logits, load.logits)
             count = min(count, group.horizon - done)
-            context = load.context + done * load.more_context
-            kv_tokens = load.kv_tokens + done * load.more_kv_tokens
-            less, more = sorted(
-                [
-                    (of.absorbed * context, of.absorbed * load.more_context),
-                    (
-                        of.plain * context + of.per_earlier * max(0.0, kv_tokens - load.rows),
-                        of.plain * load.more_context + of.per_earlier * load.more_kv_tokens,
-                    ),
-                ]
-            )
-            if more[1] < less[1]:  # the other way to attend is soon the faster one
-                count = min(count, 1 + int((more[0] - less[0]) / (less[1] - more[1])))
-            lines += [less, (of.per_kv_token * kv_tokens, of.per_kv_token * load.more_kv_tokens)]
-        most, self._slope = max(lines)
-        for each, growth in lines:
-            if growth > self._slope:
-                count = min(count, 1 + int((most - each) / (growth - self._slope)))
-        self._price = price(StepCounts(fullest, rows, 0.0, 0.0, logits)) + most
+            less, kv, alike = self._attention(load, done)
+            count = min(count, alike)
+            before = self._before(load.rows)
+            meets = max(meets, group.begins + before + share * max(less[0], kv[0]))
+            alone = group.tail + before
+            for line in (less,) if less[0] >= kv[0] and less[1] >= kv[1] else (less, kv):
+                lines.append(line)
+                heads.append((alone + share * line[0], share * line[1]))
+        most, slope = max(lines)
+        head, head_slope = max(heads)
+        for found, (highest, steepest) in ((lines, (most, slope)), (heads, (head, head_slope))):
+            for each, growth in found:
+                if growth > steepest:
+                    count = min(count, 1 + int((highest - each) / (growth - steepest)))
+        together = self._together(fullest, rows, logits) + (1 - share) * most
+        self._price, self._slope = head + together, head_slope + (1 - share) * slope
+        self._start = meets + together - self._price
+        self._first_tail = min(group.tail for group in self._under_way.values())
         return count
+
+    def _attention(self, load: StepLoad, done: int) -> tuple[Line, Line, int]:
+        """Return lines of a group's time of attention: to compute, in the faster way, and to read KV; and for
+        how many steps that way is the faster one."""
+        of, count = self.price.attention, step_group.LONGEST_RUN
+        context = load.context + done * load.more_context
+        kv_tokens = load.kv_tokens + done * load.more_kv_tokens
+        absorbed = of.absorbed * context, of.absorbed * load.more_context
+        plain = (
+            of.plain * context + of.per_earlier * max(0.0, kv_tokens - load.rows),
+            of.plain * load.more_context + of.per_earlier * load.more_kv_tokens,
+        )
+        less, more = (absorbed, plain) if absorbed <= plain else (plain, absorbed)
+        if more[1] < less[1]:
+            count = 1 + int((more[0] - less[0]) / (less[1] - more[1]))
+        return less, (of.per_kv_token * kv_tokens, of.per_kv_token * load.more_kv_tokens), count
+
+    @property
+    def _due(self) -> float:
+        """Time of the next turn after the last exchange of a step."""
+        return self._exchanged + self._ending[0].tail
 
     @property
     def ends_at(self) -> float:
-        """Time at the end of the run under way."""
-        return self._start + self._elapsed(self._count)
+        """Time of the first turn at the end of the run under way, or of the next one."""
+        if not self._count:
+            return self._due
+        return self._start + self._elapsed(self._count) + (0.0 if self._is_due_early else self._first_tail)
 
     @property
     def is_idle(self) -> bool:
         """Whether no step is under way."""
-        return not self._count
+        return not self._count and not self._ending
 
     def _elapsed(self, count: int) -> float:
         return count * self._price + self._slope * count * (count - 1) / 2
@@ -346,9 +427,10 @@ class StepTE:
 
     def queued_at(self, now: float) -> float:
         """Return the prefill cost of all that the TE has, after the steps that have ended by now."""
-        ended = self._num_until(now) if self._count else 0
-        ended -= ended > 0 and self._start + self._elapsed(ended) > now
-        queued = self._queued
+        ended, queued, now = 0, self._queued, now - self._first_tail
+        if self._count and self._start + self._price <= now:
+            ended = self._num_until(now)
+            ended -= ended > 0 and self._start + self._elapsed(ended) > now
         for group in self._under_way.values() if ended else ():
             if (chunk := group.load.chunk) is not None:
                 seq, computed = chunk.seq, chunk.start + (group.done + ended) * chunk.num_tokens
@@ -357,41 +439,71 @@ class StepTE:
         return queued / WHOLE
 
     def interrupt(self, now: float) -> None:
-        """End the run with the step that is under way, because a request has come."""
-        self._count = self._num_until(now)
+        """End the run with the step that is under way, because a request has come.
+
+        A group that is in no step ends its part at the last exchange, and deals the request out there.
+        """
+        if self._count:
+            self._count = self._num_until(now - self._first_tail)
+            rests = len(self._under_way) < len(self.groups)
+            self._is_due_early = rests and self._start + self._elapsed(self._count) >= now
 
     def _num_until(self, now: float) -> int:
         """Count the steps of the run up to the one that is under way now."""
-        low, high = 1, self._count
-        while low < high:
-            middle = (low + high) // 2
-            if self._start + self._elapsed(middle) >= now:
-                high = middle
-            else:
-                low = middle + 1
-        return low
+        count = min(self._count, max(1, math.ceil((now - self._start) / self._price)))
+        while count > 1 and self._start + self._elapsed(count - 1) >= now:
+            count -= 1
+        while count < self._count and self._start + self._elapsed(count) < now:
+            count += 1
+        return count
 
-    def end(self) -> tuple[list[TracedSequence], list[TracedSequence]]:
-        """End the run under way. Returns the requests with a first token, and those that are finished here.
+    def _end_run(self, now: float) -> None:
+        """Bring all groups to the last exchange of the run under way; from there on each ends its step
+        alone."""
+        self._exchanged = self._start + self._elapsed(self._count)
+        under_way = self._under_way.values()
+        self.busy_ns += now - self._since
+        if any(group.load.prefills for group in under_way):
+            self.prefill_ns += now - self._since
+        self.num_steps += self._count
+        for group in under_way:
+            group.done += self._count - 1
+            group.ahead = 1
+        self._ending = sorted(under_way, key=lambda group: (group.tail, group.rank))
+        self._count = 0
+
+    def _end(self, group: StepGroup) -> None:
+        """End a group's step, the last of a run."""
+        group.done, group.ahead = group.done + 1, 0
+        group.ends = self._exchanged + group.tail
+        if group.done == group.horizon:
+            self._finish(group)
+            self._woken[group.rank] = group
+        elif (chunk := group.load.chunk) is not None:
+            assert isinstance(chunk.seq, TracedSequence)
+            self._note_cost(chunk.seq, chunk.start + group.done * chunk.num_tokens)
+
+    def stop(self, now: float) -> None:
+        """End all steps under way, with what groups have done by then, and begin no others."""
+        if self._count:
+            self._end_run(now)
+        for group in self._ending:
+            self._end(group)
+        self._ending.clear()
+
+    @property
+    def told_at(self) -> float:
+        """Time of the next token that `take` has not told of: a first one, or a last one here."""
+        return min((seqs[0].told_ns for seqs in (self._first, self._done) if seqs), default=math.inf)
+
+    def take(self, now: float) -> tuple[list[TracedSequence], list[TracedSequence]]:
+        """Return the requests that have got a first token by now, and those that are finished here.
 
         A request with one token is in both lists, and so is every request of a TE that only computes prompts.
         """
-        elapsed = self._elapsed(self._count)
-        self.busy_ns += elapsed
-        if any(group.load.prefills for group in self._under_way.values()):
-            self.prefill_ns += elapsed
-        self.num_steps += self._count
-        for group in [*self._under_way.values()]:
-            group.done += self._count
-            if group.done == group.horizon:
-                self._finish(group)
-                self._woken[group.rank] = group
-            elif group.load.chunk is not None:
-                chunk = group.load.chunk
-                assert isinstance(chunk.seq, TracedSequence)
-                self._note_cost(chunk.seq, chunk.start + group.done * chunk.num_tokens)
-        self._count = 0
-        first, done, self._first, self._done = self._first, self._done, [], []
+        first = [seq for seq in self._first if seq.told_ns <= now]
+        done = [seq for seq in self._done if seq.told_ns <= now]
+        del self._first[: len(first)], self._done[: len(done)]
         for seq in done:
             self.shell.forget(seq)
             self.positions -= self.need_of(seq.request)
@@ -401,8 +513,10 @@ class StepTE:
     def _finish(self, group: StepGroup) -> None:
         """Have a DP group finish the steps that have ended."""
         del self._under_way[group.rank]
-        chunk = group.load.chunk
+        chunk, self._ended = group.load.chunk, group.ends
         group.finish()
+        if group.is_empty:
+            self._open.occupied.discard(group.rank)
         if chunk is not None:
             assert isinstance(chunk.seq, TracedSequence)
             self._note_cost(chunk.seq, chunk.seq.num_computed)
@@ -437,6 +551,7 @@ class StepTE:
             self.shell.remove(seq)
         self._tasks.clear()
         self._woken.clear()
+        self._open.occupied.clear()
         self.positions = 0.0
         return found
 

@@ -21,12 +21,13 @@ class TracedTokens(list[int]):
     The first `num_known` tokens are those of the trace's `blocks`, each of `size` tokens.
     """
 
-    __slots__ = ("_length", "name")
+    __slots__ = ("_length", "_names", "name")
 
     def __init__(self, number: int, length: int, num_known: int, blocks: Sequence[int], size: int) -> None:
         super().__init__()
         self._length = length
         self.name = _namer(number, min(num_known, len(blocks) * size), blocks, size)
+        self._names: list[Name] = []
 
     def __len__(self) -> int:
         return self._length
@@ -42,8 +43,15 @@ class TracedTokens(list[int]):
         first = TracedTokens.__new__(TracedTokens)
         length, stop = self._length, index.stop
         first._length = min(length, stop) if stop >= 0 else max(0, length + stop)
-        first.name = self.name
+        first.name, first._names = self.name, self._names
         return first
+
+    def names(self, size: int) -> list[Name]:
+        """Return the names of all whole KV blocks, each of `size` tokens, which is always the same size."""
+        names, count = self._names, self._length // size
+        if len(names) < count:
+            names += [self.name(at * size, (at + 1) * size) for at in range(len(names), count)]
+        return names if len(names) == count else names[:count]
 
     def __iadd__(self, tokens: Any) -> TracedTokens:  # type: ignore[override,misc]
         self._length += len(tokens)

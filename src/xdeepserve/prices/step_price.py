@@ -29,10 +29,11 @@ from xdeepserve.engine.te.host import Host
 from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.errors import InputError
 from xdeepserve.model.checkpoint import Checkpoint
+from xdeepserve.model.tensors import Layer
 from xdeepserve.prices.curve import Curve, Progress, measured, with_blocks
 from xdeepserve.prices.step_run import DecodeRun, StepShare, one_step
 from xdeepserve.step.passes import HEAD, MTP_HEAD
-from xdeepserve.step.stage import Counts, stages
+from xdeepserve.step.stage import Counts, Meet, Program, stages
 
 # Few rows leave experts untouched, whose weights are then not read, and some hundred are where a die's GEMMs
 # begin to be bound by computing: there the points have to be dense.
@@ -80,6 +81,19 @@ class AttentionPrice(msgspec.Struct, frozen=True):
         return max(min(self.absorbed * context, plain), self.per_kv_token * kv_tokens)
 
 
+class StepEnds(msgspec.Struct, frozen=True):
+    """Times [ns] of a DP group in a step before the first exchange and after the last, by its rows.
+
+    No group waits for another there. `share` of attention comes before the first exchange, and a row with
+    logits is sampled after the last one in `sample` ns. A group without rows has nothing to do in both.
+    """
+
+    before: Curve = Curve((0.0,), (0.0,))
+    after: Curve = Curve((0.0,), (0.0,))
+    share: float = 0.0
+    sample: Curve = Curve((0.0,), (0.0,))
+
+
 class StepPrice(msgspec.Struct, frozen=True):
     """Prices of steps on a kind of TE, in ns."""
 
@@ -89,12 +103,19 @@ class StepPrice(msgspec.Struct, frozen=True):
     attention: AttentionPrice
     gap: float  # between two steps: the host's
     sample: Curve = Curve((1.0,), (0.0,))  # by rows with logits
+    ends: StepEnds = StepEnds()  # parts of the price, in which groups are apart
 
     def __call__(self, counts: StepCounts) -> float:
         """Price a step, with the host's gap after it, in ns."""
         attention = self.attention(counts.fullest, counts.context, counts.kv_tokens)
         sample = self.sample(counts.logits) if counts.logits else 0.0
         return self.gap + self.own(counts.fullest) + self.feed(counts.rows) + attention + sample
+
+    def together(self, fullest: int, rows: int, logits: int) -> float:
+        """Price a step from its first exchange to its last, with the host's gap and without attention."""
+        ends, sample = self.ends, self.sample(logits) - self.ends.sample(logits) if logits else 0.0
+        own = self.own(fullest) - ends.before(fullest) - ends.after(fullest)
+        return self.gap + own + self.feed(rows) + sample
 
 
 def priced(
@@ -137,11 +158,12 @@ def priced(
     executor = next(iter(engine.je.tes)).executors[0]
     attention = _attention(deployment.name, executor, full[-1], most)
     sampling = _sample(executor, full[0], plan.tes[0].sizes.steps)
+    ends = _ends(executor, all_rows, plan.tes[0].sizes.steps)
     gap = 0.0
     if host is not None:
         gap = Host(host.for_role("both"), plan.pod.spec, num_groups).mean_ns()
     own_curve = Curve(tuple(all_rows), tuple(own))
-    return StepPrice(num_groups, own_curve, feed, attention, gap, sampling)
+    return StepPrice(num_groups, own_curve, feed, attention, gap, sampling, ends)
 
 
 def _check_priced(plan: PodPlan) -> None:
@@ -187,6 +209,45 @@ def _sample(executor: Executor, run: DecodeRun, steps: StepSizes) -> Curve:
                 each = price(stage, layer, Counts(max(1, num / of_sequence)))
                 spent[at] += run.spent(stage.name) * each / one
     return Curve(rows, tuple(spent))
+
+
+def _ends(executor: Executor, rows: Sequence[int], steps: StepSizes) -> StepEnds:
+    """Price a die's time alone in a step: the layers up to the first exchange, and all after the last one.
+
+    Sampling follows the last exchange, or the last draft does, where the MTP layer exchanges after sampling.
+    """
+    layers, programs, price = executor.weights.layers, executor.traversal.programs, executor.runner.price_of
+    first = next((at for at, layer in enumerate(layers) if layer.moe is not None), None)
+    if first is None:
+        return StepEnds()
+    before = [
+        (layer, program.attention) for layer, program in zip(layers[: first + 1], programs, strict=False)
+    ]
+    before += [(layer, program.feed) for layer, program in zip(layers[:first], programs, strict=False)]
+    exchanges = [at for at, item in enumerate(programs[first].feed) if isinstance(item, Meet)]
+    if not exchanges:
+        return StepEnds()
+    before.append((layers[first], programs[first].feed[: exchanges[0]]))
+    after = programs[first].feed[exchanges[-1] + 1 :]
+
+    def spent(parts: Sequence[tuple[Layer, Program]], rows: float) -> float:
+        return sum(
+            price(stage, layer, Counts(rows))
+            for layer, part in parts
+            for stage in stages(part)
+            if not stage.attends
+        )
+
+    (last,) = [each for each in stages(MTP_HEAD if steps.mtp else HEAD) if each.rows == "logits"]
+    each = 1 + steps.mtp if steps.mtp else 1
+    counts = (1, max(2, steps.max_logit_rows))
+    of_rows = [0, *rows]
+    return StepEnds(
+        Curve.of(of_rows, lambda count: spent(before, count) if count else 0.0),
+        Curve.of(of_rows, lambda count: spent([(layers[first], after)], count) if count else 0.0),
+        (first + 1) / (len(layers) + steps.mtp),
+        Curve.of(counts, lambda count: price(last, layers[first], Counts(max(1, count / each)))),
+    )
 
 
 def _attention(deployment: str, executor: Executor, run: DecodeRun, rows: int) -> AttentionPrice:

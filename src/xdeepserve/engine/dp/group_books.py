@@ -33,16 +33,18 @@ class GroupBooks:
 
     def status(self) -> GroupStatus:
         """Report load and free room of this group to the leader that balances the DP groups."""
-        rtc, reserved = self.rtc, self.places.reserved
-        seqs = list(self.places.sequences())
-        prefills = [(n, cached) for n, cached in map(self.missing, seqs) if n > 1]
-        needed = sum(
-            rtc.blocks_for(min(seq.num_prompt + seq.max_tokens, self.steps.max_model_len))
-            for seq in [*seqs, *reserved]
-        )
-        held = sum(len(seq.holding.slots) for seq in seqs)
-        held += sum(len(holding.slots) for holding in self.handover.reserved.values())
-        promised = [rtc.blocks_for(len(seq.token_ids)) - len(seq.holding.slots) for seq in seqs]
+        rtc, reserved, most = self.rtc, self.places.reserved, self.steps.max_model_len
+        blocks_for, seqs = rtc.blocks_for, list(self.places.sequences())
+        needed = sum(blocks_for(min(seq.num_prompt + seq.max_tokens, most)) for seq in reserved)
+        held = sum(len(holding.slots) for holding in self.handover.reserved.values())
+        promised, prefills = 0, []
+        for seq in seqs:
+            num_held, missing = len(seq.holding.slots), self.missing(seq)
+            needed += blocks_for(min(seq.num_prompt + seq.max_tokens, most))
+            held += num_held
+            promised += max(0, blocks_for(len(seq.token_ids)) - num_held)
+            if missing[0] > 1:
+                prefills.append(missing)
         return GroupStatus(
             rank=self.rank,
             num_free_places=self.num_free_places + self.num_leaving,
@@ -50,7 +52,7 @@ class GroupBooks:
             num_blocks=rtc.num_blocks,
             num_used_blocks=rtc.num_blocks - rtc.num_available,
             num_reserved_blocks=max(0, needed - held),
-            num_promised_blocks=sum(max(0, missing) for missing in promised),
+            num_promised_blocks=promised,
             queued_cost=sum(prefill_cost(n, cached) for n, cached in prefills),
             queued_tokens=sum(n for n, _ in prefills),
             has_long=any(n >= LONG_PROMPT for n, _ in prefills),

@@ -132,7 +132,8 @@ class Places:
 
     @property
     def num_in_transit(self) -> int:
-        return sum(len(self._at[place]) for place in IN_TRANSIT)
+        at = self._at
+        return len(at["leaving"]) + len(at["entering"]) + len(at["receiving"])
 
     @property
     def has_work(self) -> bool:

@@ -341,8 +341,9 @@ class Scheduler:
             if result.error is not None:
                 self.fail(seq, result.error)
                 continue
-            self.stats.count_drafts(share.num_drafts, result.num_accepted)
-            seq.count_drafts(share.num_drafts, result.num_accepted)
+            if share.num_drafts:
+                self.stats.count_drafts(share.num_drafts, result.num_accepted)
+                seq.count_drafts(share.num_drafts, result.num_accepted)
             seq.num_computed += share.num_tokens + result.num_accepted
             seq.drafts = result.drafts
             seq.num_scored += share.num_prompt_rows
@@ -354,7 +355,7 @@ class Scheduler:
                 self.prefixes.name(seq)
                 if self.pool is not None:
                     self.pool.store(seq)
-            if seq.num_computed >= seq.num_prompt:
+            if self.places.following and seq.num_computed >= seq.num_prompt:
                 self._fork(seq)
             if result.rows and seq.on_tokens(seq, result.rows):
                 self.remove(seq)
