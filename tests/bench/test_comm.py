@@ -168,7 +168,7 @@ def test_exchanges_by_formula_and_simulated_agree(ep: int, batch: int, way: Exch
 
 @pytest.mark.parametrize("way", get_args(Exchange))
 def test_int8_answers_take_less_by_formula_and_simulated(way: Exchange) -> None:
-    """Fewer bytes to stage and to sum; but experts quantise, and a copy's price at a port is that of a row."""
+    """Fewer bytes to stage and to sum, but experts quantise, and a copy costs a port as much."""
     ep, batch = 16, 128
     for found in (
         [comm.simulate_exchange(way, ep, batch, comm.SHRINK, is_int8)[1] for is_int8 in (False, True)],
