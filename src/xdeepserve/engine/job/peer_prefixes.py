@@ -29,7 +29,6 @@ from xdeepserve.engine.deploy.deployment import Load
 from xdeepserve.engine.dp.events import GroupId, PrefixRead
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sequence import Sequence
-from xdeepserve.engine.job.links import TIMEOUT_NS
 from xdeepserve.engine.job.router import CachedPrompts
 from xdeepserve.engine.messages import CopyDone, PoolReady, StepFailed
 from xdeepserve.engine.numbers import DieNumber
@@ -37,6 +36,8 @@ from xdeepserve.engine.te.te import TE
 from xdeepserve.errors import HardwareError, XDeepServeError
 from xdeepserve.hw.memory import Address
 from xdeepserve.hw.pod import Pod
+
+TIMEOUT_NS = 1_000_000_000  # of each side of a read for the other's word, and for bytes; to compute is sooner
 
 
 class PeerLink:
@@ -153,7 +154,7 @@ class PeerPrefixes:
     # ---- as the source --------------------------------------------------------------------------------
 
     def offer(self, read: PeerRead) -> None:
-        """Keep those of the blocks asked for that are in HBM, without a gap, and offer their bytes."""
+        """Keep blocks that a reader asks for, as far as HBM has them without a gap, and offer their bytes."""
         group, rtc = self.group, self._rtc
         if not self._peers.may_send(self):
             return
