@@ -236,12 +236,13 @@ def test_an_aborted_request_leaves_nothing_of_its_read(number: int, mixed: str, 
 
         async def aborted() -> None:
             request = engine.submit(PROMPTS[1], PARAMS, "aborted")
+
+            async def end() -> None:
+                request.abort()
+
             engine.plan.pod.clock.at(start_ns + round(1000 * at_us) - SECOND_NS, end)
             async for _ in request:
                 pass
-
-        async def end() -> None:
-            engine._requests["aborted"].abort()
 
         llm.run(aborted())
         llm.run(settled(engine))
