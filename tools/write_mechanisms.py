@@ -171,6 +171,14 @@ MECHANISMS = (
         "engine/test_transfer_by_layer.py",
     ),
     Mechanism(
+        "prefixes from other TEs' caches",
+        "DS 4.3, 4.4",
+        "cache.peers=true",
+        "engine/job/peer_prefixes.py",
+        "engine/test_peer_prefixes.py",
+        "the papers' pods route to the TE that has a prefix, or have a memory pool",
+    ),
+    Mechanism(
         "prefill on Ascend 910B",
         "XDS 5.1",
         "te.hardware=910b",

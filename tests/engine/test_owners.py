@@ -27,6 +27,7 @@ from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.job.admission import AdmissionControl
 from xdeepserve.engine.job.executor import JobExecutor
 from xdeepserve.engine.job.links import Links
+from xdeepserve.engine.job.peer_prefixes import PeerPrefixes
 from xdeepserve.engine.serving import joining, te_group
 from xdeepserve.engine.serving.control_plane import ControlPlane
 from xdeepserve.engine.serving.elastic import Elastic
@@ -175,6 +176,19 @@ KINDS = (
         CARDS,
         BLOCKED,
         False,
+    ),
+    Kind(
+        *("prefix from another TE", "engine/job/peer_prefixes.py:PeerPrefixes.load", PeerPrefixes, "_ask"),
+        *(
+            "pd",
+            (
+                "prefill.count=3",
+                "prefill.dies=1",
+                "cache.peers=true",
+                "cache.load=always",
+                "scheduler.route=round-robin",
+            ),
+        ),
     ),
     Kind("pool finds places", POOL, PoolPrefixes, "_find_places", "monolithic", (), (), False),
     Kind("pool keeps blocks", POOL, PoolPrefixes, "_keep", "monolithic", (), (), False),
@@ -367,7 +381,8 @@ def test_an_error_is_heard(kind: Kind, monkeypatch: pytest.MonkeyPatch, tmp_path
 
     if kind.owner is JobExecutor:
         monkeypatch.setattr(Links, "choose", lambda *_: None)
-    if kind.method != "_bring":
+    is_again = kind.method in ("_bring", "_ask")
+    if not is_again:
         monkeypatch.setattr(kind.owner, kind.method, fails)
 
     prompts, params = [[index] * 40 for index in range(4)], SamplingParams(max_tokens=12, ignore_eos=True)
@@ -378,8 +393,8 @@ def test_an_error_is_heard(kind: Kind, monkeypatch: pytest.MonkeyPatch, tmp_path
         progress=False,
         faults=kind.faults,
     ) as llm:
-        if kind.method == "_bring":
-            llm.generate(prompts, params)  # more than HBM keeps: the pool has what is asked for again
+        if is_again:  # what is asked for again is in the pool, as it is more than HBM keeps, or on another TE
+            llm.generate(prompts, params)
             monkeypatch.setattr(kind.owner, kind.method, fails)
         # Who asked for something hears the error itself.
         is_asked = kind.meanwhile in (adds_a_te, removes_a_te)

@@ -54,6 +54,7 @@ WITH_KV = ("weights/norm", "weights/layers.0.wo", "sampled/0", "num_accepted/0",
 FAILOVER = ("recovery.failover=true", "recovery.max_restarts=9")
 ELASTIC = ("scale.least=0", "scale.most=3", "scale.warm=3", "scale.every_s=0.002", "scale.up_s=0.001")
 CALM = ("scale.calm_s=0.005", "scale.down_s=0.004")
+PEERS = ("cache.peers=true", "cache.load=always", "scheduler.hint_age_ms=0.001")
 KNOBS: Sequence[tuple[str, ...]] = (
     ("mtp=1",),
     ("mtp=2",),
@@ -100,6 +101,10 @@ def draw(seed: int, deployments: Sequence[str], config: ModelConfig) -> FaultSch
     rng = random.Random(f"chaos scale {seed}")
     if rng.random() < 0.3 and deployment in ("monolithic", "colocated", "moe-attention"):
         settings += (*ELASTIC, *CALM)
+    rng = random.Random(f"chaos peers {seed}")
+    if rng.random() < 0.4 and pool == "none":
+        settings += (*PEERS, f"scheduler.route={rng.choice(('round-robin', 'sequences'))}")
+        num_requests += rng.randint(0, 4)
     for (_, kind), rule in RULES.items():
         rng = random.Random(f"chaos {rule.chaos} {seed}")
         if rule.chaos and rng.random() < 0.3:

@@ -53,10 +53,10 @@ class Asked(NamedTuple):
 
 def asked(schedule: FaultSchedule) -> list[Asked]:
     """Make the clients' requests of a schedule."""
-    found = []
+    found, is_shared = [], schedule.pool != "none" or "cache.peers=true" in schedule.settings
     for number in range(schedule.num_requests):
         rng = random.Random(f"{schedule.seed} {number}")
-        found.append(_asked(rng, LONG if schedule.pool != "none" and rng.random() < 0.8 else ()))
+        found.append(_asked(rng, LONG if is_shared and rng.random() < 0.8 else ()))
     return found
 
 

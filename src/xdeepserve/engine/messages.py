@@ -71,6 +71,8 @@ class CopyBlocks(msgspec.Struct, frozen=True):
 class PoolReady(msgspec.Struct, frozen=True):
     """Reports blocks of the memory pool, asked for under a ticket, as ready to be copied.
 
+    In place of a pool there may be other TEs: then the blocks are here, and nothing is left to copy.
+
     Blocks that are not ready by now will not come.
     """
 

@@ -67,6 +67,14 @@ class EngineCollector(Collector):
             "Of these, tokens that were computed after all.",
             stats.num_broken,
         )
+        yield self._counter(
+            "xdeepserve:peer_queries",
+            "Tokens of prompts that were looked up in the prefix caches of other TEs (cache.peers).",
+            stats.peer_queries,
+        )
+        yield self._counter(
+            "xdeepserve:peer_hits", "Of these, those that came from there by DistFlow.", stats.peer_hits
+        )
         yield from self._pool(stats)
         yield self._rows_per_step(stats)
         yield from self._drafts(stats)

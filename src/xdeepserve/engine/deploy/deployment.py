@@ -161,7 +161,12 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefix: Annotated[bool, "keep blocks of finished sequences for prompts with the same beginning"] = True
     preemption: Annotated[Preemption, "of sequences that give way; swap: blocks go to the host"] = "recompute"
     eviction: Annotated[Eviction, EVICTION.meaning] = "lru"
-    load: Annotated[Load, "cached blocks from the host, or recompute; auto: what is sooner"] = "auto"
+    load: Annotated[Load, "cached blocks from the host or other TEs, or recompute; auto: what is sooner"] = (
+        "auto"
+    )
+    peers: Annotated[
+        bool, "TEs read prefixes that they lack from the HBM caches of other TEs, by DistFlow"
+    ] = False
 
 
 class OutputConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -333,6 +333,16 @@ EXCLUDED = (
         lambda d: _has_pool(d) and not d.cache.prefix,
         "ems.path needs cache.prefix=true: what comes from the pool is a cached prefix",
     ),
+    SettingRule(
+        ("cache.peers", "ems.path"),
+        lambda d: d.cache.peers and _has_pool(d),
+        "cache.peers=true reads prefixes from other TEs, and ems.path has them all in a pool: choose one",
+    ),
+    SettingRule(
+        ("cache.peers", "cache.prefix"),
+        lambda d: d.cache.peers and not d.cache.prefix,
+        "cache.peers needs cache.prefix=true: what comes from another TE is a cached prefix",
+    ),
     SettingRule(  # cards are in servers of all hardware
         ("ems.fabric",),
         lambda d: _has_pool(d) and d.ems.fabric == "ub" and _has_910b(d),
@@ -431,8 +441,8 @@ WITHOUT_EFFECT = (
     ),
     SettingRule(
         ("cache.load",),
-        lambda d: not d.cache.num_host_blocks,
-        "without cache.num_host_blocks nothing is kept on the host",
+        lambda d: not (d.cache.num_host_blocks or d.cache.peers),
+        "without cache.num_host_blocks nothing is kept on the host, and without cache.peers no TE is asked",
     ),
     SettingRule(("cache.max_keys",), lambda d: not d.cache.prefix, "cache.prefix=false keeps no blocks"),
     SettingRule(("execution.mtp",), lambda d: not d.mtp, "there are no drafts unless mtp is 1 or 2"),

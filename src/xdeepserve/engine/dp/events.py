@@ -304,6 +304,27 @@ class LinkChanged(Observed, frozen=True):
         return not self.is_well
 
 
+class PrefixRead(Observed, frozen=True):
+    """A DP group has read cached blocks from a group of another TE, or computes them, for a `reason` if an
+    error is one."""
+
+    group: GroupId
+    source: GroupId
+    num_blocks: int  # that have come
+    nbytes: int  # of these, on all dies of the group
+    reason: str = ""
+
+    @property
+    def said(self) -> str:
+        return (
+            f"{self.group} computes what {self.source} could not send: {self.reason}" if self.reason else ""
+        )
+
+    @property
+    def is_loss(self) -> bool:
+        return bool(self.reason)
+
+
 class ReplicasChanged(Observed, frozen=True):
     """A TE's steps use other replicas of experts from the next one on; `num_slots` slots have changed
     (EPLB)."""

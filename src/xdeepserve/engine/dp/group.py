@@ -155,7 +155,7 @@ class DPGroup(GroupBooks):
             self.scheduler.finish_transfer(ticket)
 
     def copy_pool(self, ticket: int) -> None:
-        """Have dies make the copies of a ticket, for which the memory pool is ready now."""
+        """Have dies make the copies of a ticket, for which the tier beyond host DRAM is ready now."""
         pool = self.scheduler.pool
         assert pool is not None
         if not pool.copy(ticket):

@@ -46,6 +46,11 @@ class LostBlocks:
             if seq.seq_id in sending and not slots.isdisjoint(sending[seq.seq_id].slots):
                 seq.lost_kv = error
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether blocks are lost, and the index of cached prefixes may still name them."""
+        return self._error is not None
+
     def drop(self, steps: Iterable[PlannedStep], used: Mapping[int, set[int]]) -> None:
         """Recover from lost blocks while nothing runs: sequences that held one are recomputed, or end with
         the error. `used` says by seq_id which slots the rolled-back `steps` use."""

@@ -37,14 +37,17 @@ SAVE_PER_STEP = 4  # cached blocks that are sent to host DRAM beside a step, at 
 
 
 class PrefixTier(Protocol):
-    """Cached prefixes of a DP group in a memory pool, beyond HBM and host DRAM (CloudMatrix 4.4.2)."""
+    """Cached prefixes of a DP group beyond HBM and host DRAM.
+
+    They are in a memory pool (CloudMatrix 4.4.2) or in the HBM of other TEs (DeepServe 4.3).
+    """
 
     num_queries: int  # tokens of prompts that it was asked for
     num_hits: int  # of these, tokens that came
 
     @property
     def is_moving(self) -> bool:
-        """Whether blocks are moving to or from the memory pool."""
+        """Whether blocks are moving to or from the group by way of this tier."""
 
     def is_coming(self, seq: Sequence) -> bool:
         """Whether the blocks needed next by a sequence are already being loaded for another sequence."""
@@ -54,7 +57,7 @@ class PrefixTier(Protocol):
         come."""
 
     def store(self, seq: Sequence) -> None:
-        """Offer the filled blocks of a sequence to the memory pool."""
+        """Offer the filled blocks of a sequence to the tier."""
 
     def num_copiers(self, ticket: int) -> int:
         """Count the dies taking part in the copies of a ticket."""

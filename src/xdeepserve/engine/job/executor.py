@@ -23,6 +23,7 @@ from xdeepserve.engine.job.admission import AdmissionControl
 from xdeepserve.engine.job.journey import Journey
 from xdeepserve.engine.job.links import Carriage, Links, PDLink, load_at
 from xdeepserve.engine.job.pd_transfer import PDTransfer
+from xdeepserve.engine.job.peer_prefixes import Peers
 from xdeepserve.engine.job.router import Router
 from xdeepserve.engine.te.te import TE
 from xdeepserve.engine.te.te_plan import TEPlan
@@ -114,7 +115,8 @@ class JobExecutor:
     """Routes requests between the TEs of one engine, which come and go.
 
     `carriage` is what KV goes by from one to another. A link that has failed is avoided for `retry_ns`.
-    `hears` is told of an error in one of the executor's own processes.
+    `hears` is told of an error in one of the executor's own processes. `peers` has the TEs read prefixes from
+    each other.
     """
 
     def __init__(
@@ -126,8 +128,9 @@ class JobExecutor:
         retry_ns: int = 0,
         admission: str = "prefill",
         hears: Hears | None = None,
+        peers: Peers | None = None,
     ) -> None:
-        self._hears = hears
+        self._hears, self.peers = hears, peers
         self.tes = Roster()
         self.tell = tell
         self.pod, self.carriage, self.router, self._retry_ns = pod, carriage, router, retry_ns
@@ -148,6 +151,8 @@ class JobExecutor:
             self._journey.join(te, is_alone=len(self.tes) == 1)
         self.admission.look()
         self.router.join(te)
+        if self.peers is not None:
+            self.peers.join(te)
         pair = {"prefill", "decode"}
         for other in [each for each in self.tes if each.is_running]:
             if {te.sizes.place.role, other.sizes.place.role} != pair:
@@ -183,6 +188,8 @@ class JobExecutor:
         """Remove a TE, with all links, from the books."""
         self.links.remove(te)
         self.router.leave(te)
+        if self.peers is not None:
+            self.peers.leave(te)
         self.carriage.forget(te)
         self.tes.remove(te)
         self.admission.look(lost=te)
@@ -251,16 +258,20 @@ class JobExecutor:
         self.transfers.clear()
         self.unplaced.let_go()
         self.admission.abandon()
-        for link in self.links:
-            link.close()
+        self._close_links()
         for te in self.tes:
             for group in te.groups:
                 group.scheduler.abandon()
 
-    async def stop(self) -> None:
-        """End every TE and every link; called when no request is left."""
+    def _close_links(self) -> None:
         for link in self.links:
             link.close()
+        if self.peers is not None:
+            self.peers.close()
+
+    async def stop(self) -> None:
+        """End every TE and every link; called when no request is left."""
+        self._close_links()
         for te in self.tes:
             await te.stop()
 

@@ -21,6 +21,7 @@ from xdeepserve.engine.balance.prompt_tree import PromptTree
 from xdeepserve.engine.balance.te_ledger import TELedger
 from xdeepserve.engine.balance.te_policies import Known, RoutedRequest, best, scores
 from xdeepserve.engine.deploy.policies import ROUTE
+from xdeepserve.engine.dp.events import GroupId
 from xdeepserve.engine.dp.prefix_index import Node, block_keys
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.te.te import TE
@@ -32,14 +33,14 @@ class CachedPrompts:
 
     def __init__(self, now: Callable[[], int], late_ns: int) -> None:
         self._now, self._tree = now, PromptTree(late_ns)
-        self._holders: dict[int, str] = {}  # TEs of DP groups, which are the tree's holders, by number
+        self._holders: dict[int, GroupId] = {}  # DP groups, which are the tree's holders, by number
         self._num_holders = 0
 
     def join(self, te: TE) -> None:
         """Hear of the caches of a TE's DP groups from now on."""
         for group in te.groups:
             holder, self._num_holders = self._num_holders, self._num_holders + 1
-            self._holders[holder] = te.plan.name
+            self._holders[holder] = group.id
 
             def tell(node: Node, has: bool, holder: int = holder) -> None:
                 self._tree.tell(self._now(), holder, (node.key,), has)
@@ -51,26 +52,31 @@ class CachedPrompts:
 
     def leave(self, te: TE) -> None:
         """Forget the caches of a TE."""
-        for holder in [number for number, name in self._holders.items() if name == te.plan.name]:
+        for holder in [number for number, group in self._holders.items() if group.te == te.plan.name]:
             del self._holders[holder]
             self._tree.forget(holder)
 
     def match(self, seq: Sequence, block_size: int) -> dict[str, int]:
         """Return how many tokens of a sequence a DP group of each TE has, by name; without TEs that have
         none."""
-        self._tree.catch_up(self._now())
         found: dict[str, int] = {}
-        for holder, num_blocks in self._tree.match(block_keys(seq.token_ids[:-1], block_size)).items():
-            name = self._holders[holder]
-            found[name] = max(found.get(name, 0), num_blocks * block_size)
+        for (te, _), num_blocks in self.groups(seq.token_ids[:-1], block_size).items():
+            found[te] = max(found.get(te, 0), num_blocks * block_size)
         return found
+
+    def groups(self, tokens: Seq[int], block_size: int) -> dict[GroupId, int]:
+        """Return how many blocks of `tokens`, from the first on, each DP group has; without groups that have
+        none."""
+        self._tree.catch_up(self._now())
+        found = self._tree.match(block_keys(tokens, block_size))
+        return {self._holders[holder]: num_blocks for holder, num_blocks in found.items()}
 
 
 class Router:
     """Chooses TEs for requests by policy `route`, on behalf of `num_executors` job executors.
 
     `cached` is their prompt tree. `heat` says which kind of TE is better, and `lengths` predicts answers in
-    tokens, for those that ask.
+    tokens, for those that ask. If `joins`, the tree hears of the TEs even if the policy asks for nothing.
     """
 
     def __init__(
@@ -81,18 +87,20 @@ class Router:
         seed: int = 0,
         heat: HeatMap | None = None,
         lengths: Callable[[Seq[int]], float] | None = None,
+        joins: bool = False,
     ) -> None:
         self.ledgers, self._route, self._seed = [TELedger() for _ in range(num_executors)], route, seed
         self._cached, self._heat, self._lengths = cached, heat, lengths
         self._asks = not ROUTE.has(route, "asks no TE")
+        self._joins = joins or self._asks
         self._num_seen = 0
         self._promised: dict[int, int] = {}  # by seq_id: tokens that should be cached at its TE
         self.num_promised = 0  # tokens of prompts that TEs should have had cached
         self.num_broken = 0  # of these, tokens that were computed after all
 
     def join(self, te: TE) -> None:
-        """Hear of the prefix cache of a TE from now on, if the policy asks for it."""
-        if self._asks:
+        """Hear of the prefix cache of a TE from now on, if the policy or another part asks for it."""
+        if self._joins:
             self._cached.join(te)
 
     def leave(self, te: TE) -> None:

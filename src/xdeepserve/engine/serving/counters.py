@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from xdeepserve.engine.dp.stats import summed
+from xdeepserve.engine.job.peer_prefixes import PeerPrefixes
 from xdeepserve.engine.te.te import TE
 
 
@@ -24,6 +25,8 @@ class Counters(NamedTuple):
     num_prefetched_blocks: int
     pool_queries: int
     pool_hits: int
+    peer_queries: int
+    peer_hits: int
     rows_per_step: Counter[int]
     num_drafted: tuple[int, ...]
     num_accepted: tuple[int, ...]
@@ -33,7 +36,9 @@ class Counters(NamedTuple):
         """Sum the counters of all given TEs."""
         schedulers = [group.scheduler for te in tes for group in te.groups]
         prefixes, steps = [each.prefixes for each in schedulers], [each.stats for each in schedulers]
-        pools = [each.pool for each in schedulers if each.pool is not None]
+        tiers = [each.pool for each in schedulers if each.pool is not None]
+        peers = [tier for tier in tiers if isinstance(tier, PeerPrefixes)]
+        pools = [tier for tier in tiers if not isinstance(tier, PeerPrefixes)]
         return cls(
             prefix_cache_queries=sum(each.num_queries for each in prefixes),
             prefix_cache_hits=sum(each.num_hits for each in prefixes),
@@ -42,6 +47,8 @@ class Counters(NamedTuple):
             num_prefetched_blocks=sum(each.num_prefetched for each in prefixes),
             pool_queries=sum(each.num_queries for each in pools),
             pool_hits=sum(each.num_hits for each in pools),
+            peer_queries=sum(each.num_queries for each in peers),
+            peer_hits=sum(each.num_hits for each in peers),
             rows_per_step=sum((each.rows_per_step for each in steps), Counter()),
             num_drafted=summed([each.num_drafted for each in steps]),
             num_accepted=summed([each.num_accepted for each in steps]),

@@ -24,6 +24,7 @@ from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.sequence import KeepLogits, OrderPolicy, Sequence
 from xdeepserve.engine.job.executor import JobExecutor
 from xdeepserve.engine.job.links import Carriage
+from xdeepserve.engine.job.peer_prefixes import Peers
 from xdeepserve.engine.job.router import CachedPrompts, Router
 from xdeepserve.engine.loading import Progress, Source
 from xdeepserve.engine.serving.formats import make_parser, output_formats
@@ -501,7 +502,8 @@ def make_executor(plan: PodPlan, observers: list[Observer], hears: Hears | None 
     lengths = None if heat is None else read_answer_lengths(plan.checkpoint.directory)
     clock, policy = plan.pod.clock, d.scheduler
     cached = CachedPrompts(lambda: clock.now, round(1e6 * policy.hint_age_ms))
-    router = Router(cached, policy.job_executors, policy.route, d.seed, heat, lengths)
+    router = Router(cached, policy.job_executors, policy.route, d.seed, heat, lengths, joins=d.cache.peers)
     retry_ns = round(1e9 * d.health.probe_s)
+    peers = Peers(plan.pod, cached, d.cache.load, retry_ns) if d.cache.peers else None
     events, admission = EventLog(observers), d.scheduler.admission
-    return JobExecutor(plan.pod, events, carriage, router, retry_ns, admission, hears)
+    return JobExecutor(plan.pod, events, carriage, router, retry_ns, admission, hears, peers)

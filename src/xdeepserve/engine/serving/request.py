@@ -129,6 +129,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_prefetched_blocks: int = 0  # brought from the host's memory while their request waited
     pool_queries: int = 0  # tokens of prompts that the memory pool was asked for, and not found nearer
     pool_hits: int = 0  # of these, those that came from there
+    peer_queries: int = 0  # tokens of prompts that were looked up in other TEs' caches, and not found nearer
+    peer_hits: int = 0  # of these, those that came from there
     pool: dict[str, int] = msgspec.field(default_factory=dict)  # what its servers count; empty without one
     pool_usage: dict[str, int] = msgspec.field(default_factory=dict)  # what is in it, by tier
     rows_per_step: dict[int, int] = msgspec.field(default_factory=dict)  # token rows -> steps of DP groups

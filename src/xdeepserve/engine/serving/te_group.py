@@ -74,6 +74,8 @@ class TEGroup:
         plan.pod.fabric.on_report[self] = self._hear_report
 
     def _make(self, plan: TEPlan) -> TE:
+        if self._je.peers is not None:
+            plan.make_tier = self._je.peers.tier
         return TE(plan, self._threads, self._lose, self._je.tell, self._plan.mend)
 
     # ---- what they are at ---------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -46,7 +46,8 @@ if TYPE_CHECKING:
     from xdeepserve.engine.run.lockstep.lockstep import Lockstep
 
 
-# What makes a DP group's tier of prefixes in a memory pool; it reports what has come to the TE's queue.
+# What makes a DP group's tier of prefixes, in a memory pool or on other TEs; it reports what has come to the
+# queue of the group's master.
 MakeTier = Callable[[DPGroup, Callable[[PoolReady | CopyDone | StepFailed], None]], PrefixTier]
 
 
@@ -61,7 +62,7 @@ class TEPlan:
 
     def __init__(self, wiring: Wiring, checkpoint: Checkpoint, load_mode: str) -> None:
         self.wiring, self.team, self.checkpoint, self._load_mode = wiring, wiring.team, checkpoint, load_mode
-        self.make_tier: MakeTier | None = None  # where prefixes outlive TEs
+        self.make_tier: MakeTier | None = None  # where prefixes outlive TEs, or are read from others
         self.num_readers = 0  # TEs that are loading from the memory of this one
         self.num_reports = 0  # of its dies' drivers, so far
         self.is_given_up = False  # then its weights are no good for another TE
@@ -365,12 +366,18 @@ class TEPlan:
             return None
         if self._load_mode == "always":
             return lambda num_blocks, num_tokens: True
-        mem, spec = self.memories[0], self.spec
-        block_nbytes = mem.kv.block_nbytes
-        ops_per_token = 2.0 * sum(each.nbytes for each in mem.specs.values())  # every weight byte once
+        spec, block_nbytes = self.spec, self.memories[0].kv.block_nbytes
 
         def is_sooner(num_blocks: int, num_tokens: int) -> bool:
             load_ns = spec.startup_ns("dma") + spec.link_ns(0, num_blocks * block_nbytes, 0)
-            return load_ns < spec.stage_ns(Work(int8=num_tokens * ops_per_token))
+            return load_ns < self.computing_ns(num_tokens)
 
         return is_sooner
+
+    @cached_property
+    def _ops_per_token(self) -> float:
+        return 2.0 * sum(each.nbytes for each in self.memories[0].specs.values())  # every weight byte once
+
+    def computing_ns(self, num_tokens: int) -> float:
+        """Estimate the time (ns) to compute tokens whose KV blocks could be brought instead."""
+        return self.spec.stage_ns(Work(int8=num_tokens * self._ops_per_token))
