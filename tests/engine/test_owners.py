@@ -146,7 +146,7 @@ KINDS = (
         *("TE that joins", "engine/serving/joining.py:Joining._begin", Joining, "_join", "colocated"),
         *(("dies=1",), (), True, adds_a_te),
     ),
-    Kind("TE that load brings", ELASTIC, Elastic, "_bring", "monolithic", ("scale.least=2", *LOOKS)),
+    Kind("TE that load brings", ELASTIC, Elastic, "_start_te", "monolithic", ("scale.least=2", *LOOKS)),
     Kind("TE that is pre-warmed", ELASTIC, Elastic, "_warm", "monolithic", ("scale.warm=1", *LOOKS)),
     Kind("look of the AutoScaler", PLANNED, Elastic, "_look_again", "monolithic", LOOKS),
     Kind("TE that leaves", f"{GROUP}._leave", te.TE, "leave", "pd", TWO, (), True, removes_a_te),

@@ -115,7 +115,7 @@ class Elastic:
         self._je.tell(TEsWanted(self._state.wanted, self._state.reason))
         for _ in range(more):
             self._coming[self._num_asked] = True
-            self._detach(self._bring(self._num_asked), "a TE that comes")
+            self._detach(self._start_te(self._num_asked), "a TE that comes")
             self._num_asked += 1
         for number in [number for number in reversed(self._coming) if self._coming[number]][: max(0, -more)]:
             del self._coming[number]
@@ -142,7 +142,7 @@ class Elastic:
         process = self._clock.detach(run(), name, self._hears)
         self.processes = [*(each for each in self.processes if not each.done()), process]
 
-    async def _bring(self, number: int) -> None:
+    async def _start_te(self, number: int) -> None:
         """Bring a pre-warmed TE, and then start another, or a cold one. It may be called off before its
         weights come."""
         is_warm = self._num_warm > 0
