@@ -252,7 +252,7 @@ def test_an_aborted_request_leaves_nothing_of_its_read(number: int, mixed: str, 
 # ---- when it pays -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("num_tokens", "comes"), [(32, False), (2048, True)])
+@pytest.mark.parametrize(("num_tokens", "comes"), [(32, False), (512, True)])
 def test_short_prefixes_are_computed_and_long_ones_read(num_tokens: int, comes: bool) -> None:
     """By the cost model: where hosts are far apart, to ask takes longer than to compute a few tokens."""
     settings = ["cache.peers=true", "scheduler.route=round-robin", "prefill.count=2", "prefill.dies=16"]
