@@ -114,7 +114,8 @@ class Ran(NamedTuple):
             if isinstance(event, first | second):
                 at.setdefault((type(event), event.seq_id), number)
         seqs = {seq for _, seq in at}
-        return bool(seqs) and all(at[first, seq] < at[second, seq] for seq in seqs)
+        never = len(self.events)
+        return bool(seqs) and all(at.get((first, seq), never) < at.get((second, seq), never) for seq in seqs)
 
 
 def wide() -> Checkpoint:

@@ -29,10 +29,12 @@ MAX_READ = 2
 WHOLE = {
     "engine/build.py": "decides where a TE comes to lie, and plans it",
     "engine/die/team.py": "holds the parts, and hands them out",
+    "planner/sweep.py": "names the settings of a deployment of one TE of a pod",
 }
 # Which functions read more parts than two, and why.
 SEVERAL = {
     "engine/die/die_memory.py: DieMemory.__init__": "hands the parts to what lies on a die with a DP group",
+    "planner/sweep.py: _sizes": "names the settings of a deployment of one TE of a pod",
     "page/pod_look.py: _te_row": "shows a TE on the page, with a number from each part",
 }
 Function = ast.FunctionDef | ast.AsyncFunctionDef
