@@ -360,7 +360,7 @@ async def test_the_endpoint_names_tes_that_load_drain_or_are_lost(tiny: TinyChec
 @pytest.mark.parametrize(
     ("setting", "reason"),
     [
-        ("health.probe_s=0", "health.probe_s must be more than 0, found 0"),
+        ("health.probe_s=0", "health.probe_s must be at least 0.0001, found 0"),
         ("health.suspect_s=0", "health.suspect_s must be more than 0, found 0"),
         ("health.lost_s=5", "health needs suspect_s < lost_s, found suspect_s=5.0, lost_s=5.0"),
         ("health.suspect_s=nan", "health.suspect_s must be more than 0 and finite, found nan"),

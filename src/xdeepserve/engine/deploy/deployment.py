@@ -226,12 +226,14 @@ class HealthConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     probe_s: Annotated[
-        Positive,
+        float,
+        Limits(1e-4),
         "virtual seconds between probes of DP groups that have no work while others have, and before a "
         "failed link between prefill and decode is tried again",
     ] = 1.0
     link_probe_s: Annotated[
-        Positive | None,
+        float | None,
+        Limits(1e-4),
         "virtual seconds between dummy payloads over each link of prefill and decode, beside its traffic: a "
         "link on which two in a row come late, or one never, is avoided until one comes in time; by default "
         "only links that have failed are probed",

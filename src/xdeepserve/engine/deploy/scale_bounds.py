@@ -43,8 +43,8 @@ class ScaleBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             found.append(f"scale: 0 < low <= aim < high, found {self.low:g}, {self.aim:g}, {self.high:g}")
         if not 0 <= self.within <= 1:
             found.append(f"scale: within must lie in [0, 1], found {self.within:g}")
-        if not 1e-6 <= self.every_s <= 1e6:
-            found.append(f"scale: every_s must lie in [1e-6, 1e6], found {self.every_s:g}")
+        if not 1e-5 <= self.every_s <= 1e6:
+            found.append(f"scale: every_s must lie in [1e-5, 1e6], found {self.every_s:g}")
         if reason := SCALING.wrong(self.policy):
             found.append(f"scale: policy {self.policy} {reason}")
         for name in ("up_s", "down_s", "calm_s", "forget_s"):
