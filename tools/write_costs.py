@@ -61,11 +61,11 @@ def free() -> str:
 
 
 def rows(found: list[dict[str, Any]]) -> str:
-    """List the rows of the papers whose machine is billed, but for what another row says again."""
+    """List the rows of the papers whose machine is billed."""
     lines = [
         (f"`{row['name']}`", f"{row['value']:.4g}", _published(row), _verdict(row), row["how"])
         for row in found
-        if row["name"].split(".")[0] in PAPERS and "published" in row and "said again" not in row["how"]
+        if _is_listed(row) and "published" in row
     ]
     return table("row | here | published | off by | how", lines)
 
@@ -75,9 +75,16 @@ def broken(found: list[dict[str, Any]]) -> str:
     lines = [
         (f"`{row['name']}`", f"{row['value']:.4g}", _published(row), row["why"].replace("|", "/"))
         for row in found
-        if row["name"].split(".")[0] in PAPERS and "why" in row and "said again" not in row["how"]
+        if _is_listed(row) and "why" in row
     ]
     return table("row | here | published | cause", lines)
+
+
+def _is_listed(row: Mapping[str, Any]) -> bool:
+    """Whether a row is of a paper whose machine is billed, and says what no other row says, or breaks a
+    bound."""
+    is_new = "said again" not in row["how"] or row.get("verdict") == "broken"
+    return is_new and row["name"].split(".")[0] in PAPERS
 
 
 def _published(row: Mapping[str, Any]) -> str:
