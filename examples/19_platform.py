@@ -170,7 +170,7 @@ def with_tokens() -> None:
         ("pd", ["prefill.count=2", "scheduler.route=deepserve"]),
     ):
         with LLM("tiny", deployment, overrides=["max_model_len=512", *settings]) as llm:
-            outputs, outcomes, names = replayed(llm, made(SMALL), SMALL.block)
+            outputs, outcomes, names, _ = replayed(llm, made(SMALL), SMALL.block)
         digests[deployment] = digest(outputs)
         cached = sum(each.num_cached for each in outcomes)
         print(

@@ -42,6 +42,7 @@ MAY_ABSORB = {
     "engine/die/experts.py": "the last handler of a kernel, behind that of RollbackCalled",
     "engine/die/program.py": "the last handler of a die's program, or of a transfer beside steps",
     "engine/recovery/ladder.py": "the ladder is climbed by the host, which calls rollbacks",
+    "engine/serving/elastic.py": "TEs that come and go are the host's",
     "engine/serving/failover.py": "failover is the host's",
     "engine/te/te.py": "the loop of a TE is the host's",
     "engine/walk/schedule.py": "it is raised when all parts have ended",

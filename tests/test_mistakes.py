@@ -298,7 +298,7 @@ MISTAKES = [
     ),
     (
         "settings cash.load",
-        "unknown setting cash.load; the nearest are cache.load, scheduler.order, health.lost_s",
+        "unknown setting cash.load; the nearest are cache.load, scale.low, scale.least",
     ),
     (
         "settings frobnicate",
@@ -306,7 +306,7 @@ MISTAKES = [
     ),
     (
         "generate --help cach.load",
-        "--help: unknown setting cach.load; the nearest are cache.load, scheduler.order, health.lost_s",
+        "--help: unknown setting cach.load; the nearest are cache.load, scale.low, scale.least",
     ),
     (
         "describe --model deepsek-r1",

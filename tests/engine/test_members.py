@@ -44,6 +44,7 @@ WANTS_TRUTH = {
     "engine/serving/te_group.py:TEGroup.cannot_lose": "refuses a second loss while one is not found",
     "page/breaking.py:Breaker.break_die": "no die is broken twice",
     # Dies are taken from the pod, and the pod has none that are lost.
+    "engine/serving/kept_kv.py:KeptKV.__init__": "KV is kept on dies whose memory answers",
     "engine/build.py:PodPlan._moved": "takes free dies for a TE",
     "engine/te/server_seats.py:ServerSeats._take_die": "takes a free die for a server",
     "engine/serving/failover.py:what_helps": "names settings by the dies that are free",

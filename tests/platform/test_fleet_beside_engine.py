@@ -163,15 +163,15 @@ def by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     come = Meeting.come
 
     def come_alone(self: Meeting[Any], member: int, rows: float) -> None:
-        self._waiters, waiters = [], self._waiters
+        self.waiters, waiters = [], self.waiters
         come(self, member, rows)
-        self._waiters = waiters
+        self.waiters = waiters
 
     async def wait(self: Meeting[Any], who: Any) -> Any:
-        waiter = self.clock.waiter(lambda: self._describe(who))
-        self._waiters.append((waiter, who))
+        waiter = self.clock.waiter(lambda: self.describe(who))
+        self.waiters.append((waiter, who))
         if self.ends_ns is not None:
-            for each, _ in sorted(self._waiters, key=lambda pair: pair[1]):
+            for each, _ in sorted(self.waiters, key=lambda pair: pair[1]):
                 each.wake(delay_ns=self.ends_ns - self.clock.now)
         await self.clock.wait(waiter, self.clock.now + self.timeout_ns)
         return self.value

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from xdeepserve.comm.exchange.answers import AnswerFormat
 from xdeepserve.hw.spec import Spec
 from xdeepserve.hw.topology import SUB_PLANES, Topology
 
@@ -48,7 +47,7 @@ class PortCost(msgspec.Struct, frozen=True):
     @property
     def answer_nbytes(self) -> int:
         """Size of an expert's answer to a token on its way back, in bytes."""
-        return AnswerFormat.of(self.hidden, True, self.int8_answers).nbytes
+        return self.hidden + 4 if self.int8_answers else 2 * self.hidden  # a scale, as `exchange.answers` has
 
     def quantised_ns(self, num_answers: float) -> float:
         """Time (ns) to quantise answers on vector cores; 0 where they go as BF16."""

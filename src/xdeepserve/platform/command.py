@@ -48,7 +48,7 @@ def add_options(parser: Parser) -> None:
     option("--cluster", type=Path, metavar="FILE", help="time only, on these TEs (xdeepserve docs platform); "
            "without --deployment and --cluster: as many TEs of 32 dies as the load needs, of --model, by "
            "default deepseek-r1")  # fmt: skip
-    option("--exact", action="store_true", help="on the engine itself, each die and exchange; far slower")
+    option("--exact", action="store_true", help="on the engine itself; takes far longer")
     option("--policy", metavar="P,Q", help="who gets a request, whatever the cluster's file says; several or "
            "all are compared, on the TEs of the file or on as many as the first one needs")  # fmt: skip
     option("--heat", type=Path, metavar="FILE", help="for pd-aware and deepserve, by bench heatmap")
@@ -60,11 +60,11 @@ def add_options(parser: Parser) -> None:
     option(
         "--explain",
         action="store_true",
-        help="a line for each request: its TE, and the scores of the eight best; with --json, of all; "
-        "and, of some requests, what turned out best",
+        help="a line for each request: its TE, scores of the eight best (with --json, of all), and of some "
+        "what turned out best",
     )
     option("--regret", type=int, metavar="N", help="with --explain: how many requests are tried on every "
-           "TE, each in as many replays; by default as many as take some seconds")  # fmt: skip
+           "TE; by default as many as take some seconds")  # fmt: skip
     option("--plot", type=Path, metavar="FILE", help="draw TTFT and TPOT over time (needs matplotlib)")
     option("--json", action="store_true", help="print one JSON object")
 

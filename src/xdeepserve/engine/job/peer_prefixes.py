@@ -285,7 +285,7 @@ class Peers:
                 end.on_completion = partial(self._tiers[group.id][1].hear, end)
 
     def leave(self, te: TE) -> None:
-        """Give up what is under way from and to a TE, and close its links."""
+        """Void all reads from and to a TE, and close its links."""
         for group in te.groups:
             _, tier = self._tiers.pop(group.id)
             tier.abandon()
@@ -294,7 +294,7 @@ class Peers:
             self._links.remove(link)
 
     def close(self) -> None:
-        """Close all links."""
+        """Close the links of all TEs."""
         for link in self._links:
             link.flow.close()
 

@@ -132,8 +132,8 @@ class Joining:
             self.loading = [each for each in self.loading if each is not te]
             for other in self._je.tes:  # one that leaves may have waited for its reader
                 other.wake()
-        if kept is not None:
-            self._je.tell(KVKept(plan.name, kept.give(te)))
+        if kept is not None and (num_blocks := kept.give(te)):
+            self._je.tell(KVKept(plan.name, num_blocks))
         self._je.tes.append(te)
         self._on_joined(te)
         self._je.take(te)

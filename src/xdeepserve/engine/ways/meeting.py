@@ -36,7 +36,7 @@ class Meeting(Generic[V]):
         self.first_ns = self.last_ns = 0  # arrivals
         self.ends_ns: int | None = None
         self._value: V | None = None
-        self._waiters: list[tuple[Waiter, int]] = []
+        self.waiters: list[tuple[Waiter, int]] = []
 
     def come(self, member: int, rows: float) -> None:
         """Register a member and the rows that it brings; the last member starts the operation for all."""
@@ -49,11 +49,11 @@ class Meeting(Generic[V]):
         try:
             duration, self._value = self._settle(self)
         except Exception as error:
-            for waiter, _ in self._waiters:
+            for waiter, _ in self.waiters:
                 waiter.fail(error)
             raise
         self.ends_ns = self.last_ns + round(duration)
-        for waiter, more in self._waiters:
+        for waiter, more in self.waiters:
             waiter.wake(delay_ns=self.ends_ns - self.last_ns + more)
 
     async def wait(self, who: object, more_ns: int = 0) -> V:
@@ -62,8 +62,8 @@ class Meeting(Generic[V]):
         if self.ends_ns is not None:
             await self.clock.sleep_until(self.ends_ns + more_ns)
         else:
-            waiter = self.clock.waiter(lambda: self._describe(who))
-            self._waiters.append((waiter, more_ns))
+            waiter = self.clock.waiter(lambda: self.describe(who))
+            self.waiters.append((waiter, more_ns))
             await self.clock.wait(waiter, self.clock.now + self.timeout_ns)
         return self.value
 
@@ -82,6 +82,7 @@ class Meeting(Generic[V]):
             name, last = f"{self.op} last to come", dies[self.last_member]
             die.trace.flow(name, last, lane, self.last_ns, die.index, lane, die.clock.now - 1)
 
-    def _describe(self, who: object) -> Waiting:
+    def describe(self, who: object) -> Waiting:
+        """Return the words of an error: a waiter, and the members that are missing."""
         missing = [name for member, name in enumerate(self.members) if member not in self.came][:8]
         return Waiting(self.op, who, missing, f"event {self.event}", len(self.members), len(self.came))
