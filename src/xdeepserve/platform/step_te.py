@@ -18,7 +18,8 @@ from functools import lru_cache
 from itertools import islice
 from typing import NamedTuple
 
-from xdeepserve.engine.balance.dp import ATTENTION, GroupStatus
+from xdeepserve.engine.balance.dp import GroupStatus
+from xdeepserve.engine.balance.te_ledger import WHOLE, whole_cost
 from xdeepserve.engine.deploy.deployment import HealthConfig, RecoveryConfig
 from xdeepserve.engine.deploy.sizes import StepSizes, TESettings
 from xdeepserve.engine.dp.events import EventLog, Given, GroupId, Observed
@@ -83,7 +84,6 @@ class StepLimits(NamedTuple):
         )
 
 
-WHOLE = round(2 / ATTENTION)  # a prefill cost of 1 in units in which every cost is a whole number
 Line = tuple[float, float]  # of times in a run of steps: in the first one, and growth from step to step
 SETTINGS = TESettings(
     dispatch="collaborative",
@@ -234,7 +234,7 @@ class StepTE:
 
     def _note_cost(self, seq: TracedSequence, num_computed: int) -> None:
         """Note how much of a prompt need not be computed any more."""
-        cost = _whole_cost(seq.num_prompt, num_computed)
+        cost = whole_cost(seq.num_prompt - num_computed, num_computed)
         self._queued += cost - seq.cost
         seq.cost = cost
 
@@ -435,7 +435,7 @@ class StepTE:
             if (chunk := group.load.chunk) is not None:
                 seq, computed = chunk.seq, chunk.start + (group.done + ended) * chunk.num_tokens
                 assert isinstance(seq, TracedSequence)
-                queued += _whole_cost(seq.num_prompt, computed) - seq.cost
+                queued += whole_cost(seq.num_prompt - computed, computed) - seq.cost
         return queued / WHOLE
 
     def interrupt(self, now: float) -> None:
@@ -573,12 +573,6 @@ class StepTE:
             for block in blocks_ending_in(node.tokens)
         )
         assert held == self.held
-
-
-def _whole_cost(num_prompt: int, num_computed: int) -> int:
-    """Return the `prefill_cost` of the rest of a prompt, times WHOLE."""
-    num = num_prompt - num_computed
-    return num * (WHOLE + 2 * num_computed + num)
 
 
 def _room(statuses: Iterable[GroupStatus], num_rows: int) -> tuple[int, int]:

@@ -47,13 +47,14 @@ class StartCosts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 COSTS: Final = StartCosts()
-MAX_FAILED: Final = (
-    8  # TEs in a row that could not come, for instance because their dies were lost on the way
-)
+MAX_FAILED: Final = 8  # TEs in a row that could not come, as if their dies are lost on the way
 
 
 class ElasticTEs(Protocol):
     """Calls made by Elastic on the TEs of an engine, all from within processes of the pod."""
+
+    @property
+    def num_warm(self) -> int: ...
 
     async def prewarm(self) -> None: ...
 
@@ -71,7 +72,8 @@ class Elastic:
         self._clock, self._je, self._tes, self._config, self._hears = clock, je, tes, config, hears
         self._next: ScalingPolicy = SCALING.function(config.policy)
         self._state = ScaleState(len(je.tes))
-        self._num_warm = self._num_asked = self._num_failed = 0
+        self._num_taken = 0  # pre-warmed TEs that are meant for some that come
+        self._num_asked = self._num_failed = 0
         self._coming: dict[int, bool] = {}  # TEs on their way, by number: whether they may be called off
         self._is_over = False
         self.processes: list[asyncio.Task[None]] = []
@@ -145,11 +147,11 @@ class Elastic:
     async def _start_te(self, number: int) -> None:
         """Bring a pre-warmed TE, and then start another, or a cold one. It may be called off before its
         weights come."""
-        is_warm = self._num_warm > 0
-        self._num_warm -= is_warm
+        is_warm = self._tes.num_warm > self._num_taken
+        self._num_taken += is_warm
         await self._clock.sleep(round(1e9 * (COSTS.warm_s if is_warm else COSTS.cold_s)))
+        self._num_taken -= is_warm
         if number not in self._coming:
-            self._num_warm += is_warm
             return
         self._coming[number] = False
         if is_warm:
@@ -163,7 +165,6 @@ class Elastic:
     async def _warm(self, seconds: float = 0.0) -> None:
         await self._clock.sleep(round(1e9 * seconds))
         await self._tes.prewarm()
-        self._num_warm += 1
 
     def _end_waits(self, error: XDeepServeError) -> None:
         """End the requests that wait, if no TE is there or coming."""

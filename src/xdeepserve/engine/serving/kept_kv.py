@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from xdeepserve.engine.dp.group import DPGroup
+from xdeepserve.engine.dp.prefix_index import Node
 from xdeepserve.engine.te.te import TE
 from xdeepserve.hw.pod import Pod
 
@@ -50,15 +51,12 @@ class KeptKV:
         """Copy the group's ready blocks, the least recently used first."""
         nodes = [node for node in group.rtc.index.nodes() if all(each.is_ready for each in node.path())]
         nodes.sort(key=lambda node: node.last_used)
-        return [
-            KeptPrefix(
-                [token for each in node.path() for token in each.tokens],
-                [[bytes(self._pod.memory(a.node).read(a.offset, n)) for a, n in pieces] for pieces in by_die],
-            )
-            for node in nodes
-            if node.slot is not None
-            for by_die in [[group.block_pieces([node.slot], rank) for rank in range(len(group.dies))]]
-        ]
+        return [KeptPrefix(_prefix(node), self._bytes(group, node.slot)) for node in nodes]
+
+    def _bytes(self, group: DPGroup, slot: int | None) -> list[list[bytes]]:
+        assert slot is not None
+        by_die = [group.block_pieces([slot], rank) for rank in range(len(group.dies))]
+        return [[bytes(self._pod.memory(a.node).read(a.offset, n)) for a, n in pieces] for pieces in by_die]
 
     def drop(self, dies: Collection[int]) -> None:
         """Drop the KV of groups that have some of these dies."""
@@ -101,3 +99,8 @@ class KeptKV:
         for prefix in kept:
             rtc.touch(rtc.match_by_prefix_token(prefix.tokens).ready)
         return num_given
+
+
+def _prefix(node: Node) -> list[int]:
+    """Return the tokens from the first block of a prefix to the last token of `node`."""
+    return [token for each in node.path() for token in each.tokens]

@@ -249,6 +249,11 @@ class TEGroup:
 
     # ---- TEs that come and go as load does ----------------------------------------------------------
 
+    @property
+    def num_warm(self) -> int:
+        """Number of pre-warmed TEs, which further TEs adopt."""
+        return len(self.joining.warm)
+
     async def prewarm(self) -> None:
         """Prepare a TE without weights, which the next one to come adopts; from within a process."""
         self.joining.prewarm("both")
