@@ -27,7 +27,10 @@ PRICES = (
         "norms, residuals and other small kernels of a layer: half in MLAProlog, half in OProj",
     ),
     ("gate", "Gate"),
-    ("kernel_overhead", "a kernel without its work: step 1 of A2E, A2E', E2A"),
+    (
+        "kernel_overhead",
+        "a kernel without its work: step 1 of A2E, A2E', E2A; each small kernel around a pass",
+    ),
     (
         "core_meeting",
         "the cores of an operator meet: before it posts fields, and in dispatch with all counts",
@@ -35,7 +38,6 @@ PRICES = (
     ("piece_overhead", "a core posts one field"),
     ("field_poll", "a core takes note of one field that has come"),
     ("poll_latency", "a look at a field: what a wait that is over at once takes"),
-    ("pass_overhead", "host, norm and head of a step: the grey end of the second picture"),
 )
 
 

@@ -226,7 +226,7 @@ def test_prefill_takes_what_its_formula_says(prompt: int) -> None:
         )
         prompts = [StepShare(0, prompt)] * (8 * cost.tokens // prompt)
         run = one_step(model, te, lambda _, prompts=prompts: prompts, TimingConfig())  # type: ignore[misc]
-        assert run.iteration_ns == pytest.approx(layers * cost.layer_ns(microbatches > 1), rel=0.04)
+        assert run.iteration_ns == pytest.approx(cost.batch_ns(microbatches > 1), rel=0.04)
 
 
 @pytest.mark.parametrize(("requests", "context"), [(64, 1536), (56, 2176), (48, 4224), (4, 4224)])

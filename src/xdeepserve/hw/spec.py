@@ -23,8 +23,8 @@ from ..errors import DeploymentError
 class Work(NamedTuple):
     """Operations and bytes of a launch, as on real hardware.
 
-    What norms, residuals and other small kernels take is fitted as a whole, a number for each layer and one
-    for each pass, so their operations are not counted. `kernels` are those that are in neither.
+    What norms, residuals and other small kernels of a layer take is fitted as a whole, so their operations
+    are not counted. `kernels` are those that are in no layer, or not in every one.
     """
 
     int8: float = 0.0  # operations of INT8 GEMMs
@@ -35,7 +35,6 @@ class Work(NamedTuple):
     cache: float = 0.0  # bytes of KV that are read
     layers: float = 0.0  # how many layers' small kernels are launched with it
     gates: float = 0.0  # routings of tokens
-    passes: float = 0.0  # passes of the model, whose head and host part are billed with it
     kernels: float = 0.0  # small kernels besides, which are launched for themselves
     moved: float = 0.0  # bytes that small kernels read and write
     between: float = 0.0  # bytes that vector kernels read and write before and after GEMMs, not beside them
@@ -106,11 +105,6 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     small_kernels: Param = Param(106e-6, "s", "fitted: decode; norms, small kernels and sync of a layer")
     barrier_stretch: Param = Param(
         1.78, "ratio", "fitted: decode; imbalance of experts and waiting, on expert load and token copies"
-    )
-    pass_overhead: Param = Param(
-        0.53e-3,
-        "s",
-        "assumed: host and head of the main pass, and again of MTP's; decode rows do not tell it",
     )
     gate: Param = Param(10e-6, "s", "assumed: routing of a microbatch's tokens")
 
@@ -211,7 +205,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
         """Time (ns, not rounded) of a stage of the model, calibrated: every run is billed by it.
 
         A roofline of its GEMMs, its attention and the bytes that it reads, with what is fitted to small
-        kernels, routing and passes on top. `cores` is its share of the AIC cores (all by default); all of
+        kernels and routing on top. `cores` is its share of the AIC cores (all by default); all of
         HBM's bandwidth is its own (`hw/hbm.py` has what several share).
         """
         share = 1.0 if cores is None else min(1.0, cores / self.num_cores("aic"))
@@ -222,7 +216,6 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
         fixed = (
             work.layers * self.small_kernels.value
             + work.gates * self.gate.value
-            + work.passes * self.pass_overhead.value
             + work.kernels * self.kernel_overhead.value
         )
         compute = 1e9 * (int8 + bf16 + attention) / share

@@ -27,7 +27,7 @@ from xdeepserve.model.tensors import Layer
 from xdeepserve.model.weights import assemble, weight_specs
 from xdeepserve.step.frame import Model
 from xdeepserve.step.layer import Where, decoder_layer
-from xdeepserve.step.passes import pass_work
+from xdeepserve.step.passes import EMBED, HEAD, MTP_HEAD, MTP_INPUT, MTP_STATES
 from xdeepserve.step.shard import sp_tp_sp
 from xdeepserve.step.stage import Counts, Meet, Program, Stage, stages
 
@@ -86,6 +86,16 @@ def works_of(config: ModelConfig, program: Program, counts: Counts) -> list[Work
     return [stage.work(model, expert_layer(config), counts) for stage in stages(program)]
 
 
+def around_ns(config: ModelConfig, spec: Spec, program: Program, rows: float, logits: float) -> float:
+    """Compute the time of stages around a pass's layers [ns], with `rows` rows, of which `logits` want
+    logits."""
+    return sum(
+        spec.stage_ns(work)
+        for stage in stages(program)
+        for work in works_of(config, (stage,), Counts(logits if stage.rows == "logits" else rows))
+    )
+
+
 class LayerCost(msgspec.Struct, frozen=True):
     """Cost of a decoder layer, stage by stage, for a model on dies of a kind."""
 
@@ -106,9 +116,14 @@ class LayerCost(msgspec.Struct, frozen=True):
         """Compute the time of a single stage of a layer with experts [ns]."""
         return self.spec.stage_ns(self.stage_work(name, counts))
 
-    def pass_ns(self, rows: float) -> float:
-        """Compute the time of a pass, the main model's or MTP's, outside of its layers [ns]."""
-        return self.spec.stage_ns(pass_work(self.config, rows))
+    def ends_ns(self, load: Load) -> float:
+        """Compute the time of an iteration outside of its layers [ns]: both ends of the main pass, and of
+        each pass of MTP."""
+        drafts, rows = load.rows - 1, load.requests * load.rows
+        main = around_ns(self.config, self.spec, EMBED + HEAD, rows, rows)
+        of_draft = around_ns(self.config, self.spec, MTP_INPUT + MTP_HEAD, rows, load.requests)
+        between = around_ns(self.config, self.spec, MTP_STATES, rows, 0)
+        return main + drafts * of_draft + max(0, drafts - 1) * between
 
     def exchanges_ns(self, num_ranks: int, batch: float, copies: int) -> list[float]:
         """Compute dispatch and combine in a layer [ns], stretched as in serving."""
@@ -199,13 +214,11 @@ class LayerCost(msgspec.Struct, frozen=True):
     ) -> float:
         """Compute a decode iteration of CloudMatrix [ns]: all layers as MoE layers, and MTP's layer if there
         are drafts."""
-        passes = load.rows
         layer = self.serial_ns(load, dies)
         if microbatches:
             layer = min(layer, self.microbatched_ns(load, dies, splits))
-        num_layers = self.config.num_hidden_layers + (passes > 1)
-        drafts = (passes - 1) * self.pass_ns(load.requests)
-        return num_layers * layer + self.pass_ns(load.requests * passes) + drafts
+        num_layers = self.config.num_hidden_layers + (load.rows > 1)
+        return num_layers * layer + self.ends_ns(load)
 
 
 class PrefillCost(msgspec.Struct, frozen=True):
@@ -269,7 +282,9 @@ class PrefillCost(msgspec.Struct, frozen=True):
 
     def batch_ns(self, microbatches: bool = True) -> float:
         """Compute the time [ns] from a chip's prompt tokens to the first new ones."""
-        return self.config.num_hidden_layers * self.layer_ns(microbatches)
+        rows = TP * self.tokens
+        ends = around_ns(self.config, self.spec, EMBED + HEAD, rows, rows / self.prompt)
+        return self.config.num_hidden_layers * self.layer_ns(microbatches) + ends
 
     def throughput(self, microbatches: bool = True) -> float:
         """Compute tokens per second of a chip."""

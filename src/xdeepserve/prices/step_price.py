@@ -32,7 +32,7 @@ from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.tensors import Layer
 from xdeepserve.prices.curve import Curve, Progress, measured, with_blocks
 from xdeepserve.prices.step_run import DecodeRun, StepShare, one_step
-from xdeepserve.step.passes import HEAD, MTP_HEAD
+from xdeepserve.step.passes import EMBED, HEAD, MTP_HEAD
 from xdeepserve.step.stage import Counts, Meet, Program, stages
 
 # Few rows leave experts untouched, whose weights are then not read, and some hundred are where a die's GEMMs
@@ -220,7 +220,8 @@ def _ends(executor: Executor, rows: Sequence[int], steps: StepSizes) -> StepEnds
     first = next((at for at, layer in enumerate(layers) if layer.moe is not None), None)
     if first is None:
         return StepEnds()
-    before = [
+    before: list[tuple[Layer, Program]] = [(layers[0], EMBED)]
+    before += [
         (layer, program.attention) for layer, program in zip(layers[: first + 1], programs, strict=False)
     ]
     before += [(layer, program.feed) for layer, program in zip(layers[:first], programs, strict=False)]
@@ -229,6 +230,8 @@ def _ends(executor: Executor, rows: Sequence[int], steps: StepSizes) -> StepEnds
         return StepEnds()
     before.append((layers[first], programs[first].feed[: exchanges[0]]))
     after = programs[first].feed[exchanges[-1] + 1 :]
+    if not steps.mtp:
+        after += tuple(stage for stage in stages(HEAD) if stage.rows == "all")
 
     def spent(parts: Sequence[tuple[Layer, Program]], rows: float) -> float:
         return sum(

@@ -30,11 +30,16 @@ QUANTISED, SCALED, ACTIVATED = 3, 4, 6
 HALF_LAYER = Work(layers=0.5)  # the small kernels of a layer are billed with its first and last projection
 
 
+def float_work(rows: float, size: float) -> Work:
+    """Work of `rows` through a matrix of `size` BF16 weights, read once."""
+    return Work(bf16=2.0 * rows * size, weights=2.0 * size)
+
+
 def linear_work(rows: float, layer: Linear) -> Work:
     """Work of `rows` through a linear layer, with weights read once: INT8, or BF16 if not quantised."""
     size = layer.k * layer.n
     if layer.scale is None:
-        return Work(bf16=2.0 * rows * size, weights=2.0 * size)
+        return float_work(rows, size)
     between = rows * (QUANTISED * layer.k + SCALED * layer.n)
     return Work(int8=2.0 * rows * size, weights=float(size), between=between)
 
@@ -154,8 +159,7 @@ OUT_PROJ = RowParallel(
 
 def _per_head(model: Model, rows: float, width: int) -> Work:
     """Work of a product with a [width, C] or [C, width] matrix for each head, in BF16."""
-    size = model.heads * model.config.kv_lora_rank * width
-    return Work(bf16=2.0 * rows * size, weights=2.0 * size)
+    return float_work(rows, model.heads * model.config.kv_lora_rank * width)
 
 
 def _down_work(model: Model, layer: Layer, n: Counts) -> Work:

@@ -13,24 +13,40 @@ import numpy as np
 from xdeepserve.hw.spec import Work
 from xdeepserve.model import kernels as k
 from xdeepserve.model.canonical import Array
-from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.tensors import MTP, Layer
+from xdeepserve.step.attention import float_work
 from xdeepserve.step.frame import Frame, Model
-from xdeepserve.step.stage import Counts, Op, Program, Stage, free
+from xdeepserve.step.stage import Counts, Op, OpWork, Program, Stage
 
-# A fitted number stands for host and head of a pass: to read a whole BF16 head would take longer (1.4 ms), so
-# the head must be shared out. All else is billed with it, or with a layer's small kernels.
-PASS = Work(passes=1)
+ROW = 4.0  # bytes of a row's element that a small kernel reads and writes, both in BF16
 
 
-def pass_work(c: ModelConfig, rows: float) -> Work:
-    """Work of a pass outside its layers: the FP32 logits of `rows` rows are written, and read by the
-    sampler, which runs in the same graph (CM 4.2.4)."""
-    return PASS + Work(moved=8.0 * rows * c.vocab_size)
+def small_kernels(count: int, states: float = 0.0, logits: float = 0.0) -> OpWork:
+    """Return the work of `count` small kernels, which copy or norm each row's state `states` times, and move
+    `logits` bytes for each entry of the vocabulary."""
+
+    def work(model: Model, layer: Layer, n: Counts) -> Work:
+        c = model.config
+        return Work(kernels=count, moved=n.rows * (ROW * states * c.hidden_size + logits * c.vocab_size))
+
+    return work
 
 
-def _head_work(model: Model, layer: Layer, n: Counts) -> Work:
-    return pass_work(model.config, n.rows)
+def _mtp_input_work(model: Model, layer: Layer, n: Counts) -> Work:
+    size = 2.0 * model.config.hidden_size**2
+    return small_kernels(5, states=4)(model, layer, n) + float_work(n.rows, size)
+
+
+def head_work(norms: int) -> OpWork:
+    """Return the work of a head on rows that are gathered, and normed by `norms` kernels: the whole head is
+    read, never quantised; FP32 logits are written, and read by the sampler, which runs in the same graph (CM
+    4.2.4)."""
+
+    def work(model: Model, layer: Layer, n: Counts) -> Work:
+        size = float(model.config.hidden_size * model.config.vocab_size)
+        return small_kernels(3 + norms, 1 + norms, logits=8.0)(model, layer, n) + float_work(n.rows, size)
+
+    return work
 
 
 def _embed(f: Frame) -> None:
@@ -81,12 +97,14 @@ def _keep_states(f: Frame) -> None:
     f.tail[f.kept_blocks] = f.hidden[f.kept_rows]
 
 
-norm = Op(_norm, free)
-head = Op(_head, _head_work, operators=2)
-mtp_head = Op(_mtp_head, _head_work, operators=3)
+norm = Op(_norm, small_kernels(1, states=1))
+head = Op(_head, head_work(norms=0), operators=2)
+mtp_input = Op(_mtp_input, _mtp_input_work, operators=5)
+keep_states = Op(_keep_states, small_kernels(1, states=1))
+mtp_head = Op(_mtp_head, head_work(norms=1), operators=3)
 
-EMBED: Program = (Stage("Embed", (Op(_embed, free),), "aiv", "all"),)
+EMBED: Program = (Stage("Embed", (Op(_embed, small_kernels(1, states=1)),), "aiv", "all"),)
 HEAD: Program = (Stage("Norm", (norm,), "aiv", "all"), Stage("Sample", (head,), rows="logits"))
-MTP_INPUT: Program = (Stage("MTPInput", (Op(_mtp_input, free, operators=5),), rows="all"),)
+MTP_INPUT: Program = (Stage("MTPInput", (mtp_input,), rows="all"),)
 MTP_HEAD: Program = (Stage("Draft", (mtp_head,), rows="logits"),)
-MTP_STATES: Program = (Stage("DraftState", (norm, Op(_keep_states, free)), "aiv", "all"),)
+MTP_STATES: Program = (Stage("DraftState", (norm, keep_states), "aiv", "all"),)

@@ -131,13 +131,13 @@ def _gathered(f: Frame, rows: slice) -> tuple[Batch, KVCache]:
 def _down_work(model: Model, layer: Layer, n: Counts) -> Work:
     c = model.config
     size = c.hidden_size * (c.index_head_dim + c.index_n_heads)
-    return mla.down_proj.work(model, layer, n) + Work(bf16=2.0 * n.rows * size, weights=2.0 * size)
+    return mla.down_proj.work(model, layer, n) + mla.float_work(n.rows, size)
 
 
 def _up_work(model: Model, layer: Layer, n: Counts) -> Work:
     c = model.config
     size = (c.q_lora_rank or 0) * c.index_n_heads * c.index_head_dim
-    return mla.up_proj.work(model, layer, n) + Work(bf16=2.0 * n.rows * size, weights=2.0 * size)
+    return mla.up_proj.work(model, layer, n) + mla.float_work(n.rows, size)
 
 
 def _choose_work(model: Model, layer: Layer, n: Counts) -> Work:

@@ -39,6 +39,9 @@ class Counts(NamedTuple):
     shared: float = 0
 
 
+OpWork: TypeAlias = Callable[["Model", Any, Counts], Work]
+
+
 class Op(NamedTuple):
     """Operation of a pass, the smallest unit that parallelism moves.
 
@@ -49,7 +52,7 @@ class Op(NamedTuple):
     """
 
     kernel: Callable[[Frame], None]
-    work: Callable[[Model, Any, Counts], Work]
+    work: OpWork
     cut: Cut = "rows"
     operators: int = 1
 
@@ -115,14 +118,9 @@ def free(model: Model, weights: Layer | Held, counts: Counts) -> Work:
 
 
 _LAYER = "one of a layer's small kernels, which small_kernels holds for all of them together"
-_PASS = "one of the small kernels around a pass, which pass_overhead holds for all of them together"
 _FUSED = "runs inside the kernel before or after it, on rows that this has in its buffers"
 
 FREE: dict[str, str] = {
-    "embed": _PASS,
-    "norm": _PASS,
-    "mtp_input": _PASS,
-    "keep_states": _PASS,
     "add_outputs": _LAYER,
     "add_sums": _LAYER,
     "add_answers": _LAYER,

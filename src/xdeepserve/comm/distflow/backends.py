@@ -41,11 +41,12 @@ class Backend(Protocol):
         ...
 
 
-def dma_ns(pod: Pod, src: int, dst: int, nbytes: float) -> int:
-    """Return the time (ns) of a copy in one piece by an idle DMA engine, between dies on the UB plane."""
+def path_ns(pod: Pod, src: int, dst: int, nbytes: float) -> int:
+    """Return the time (ns) of bytes between dies on the UB plane, which is idle, without any engine's
+    startup."""
     spec, is_near = pod.spec_of(dst), pod.topology.server_of(src) == pod.topology.server_of(dst)
     link_ns = spec.link_ns(0, nbytes, 0) if is_near else spec.far_latency_ns() + spec.link_ns(0, 0, nbytes)
-    return spec.startup_ns("dma") + spec.pieces_ns(1, 1) + math.ceil(link_ns)
+    return math.ceil(link_ns)
 
 
 class UbBackend:
@@ -73,7 +74,9 @@ class UbBackend:
         )
 
     def idle_ns(self, src: int, dst: int, nbytes: int) -> int:
-        return dma_ns(self.pod, src, dst, self.weight * nbytes)
+        spec = self.pod.spec_of(dst)
+        start_ns = spec.startup_ns("dma") + spec.pieces_ns(1, 1)
+        return start_ns + path_ns(self.pod, src, dst, self.weight * nbytes)
 
     def _engine(self, node: int) -> DMA:
         if node in self.pod.dies:

@@ -2,20 +2,21 @@
 
     well       they come as soon as they should
     delayed    they come later, in time: something queues, or hangs for a while
-    slow       each takes several times as long as on an idle link: the link is at fault
+    slow       its bytes take several times as long as on an idle link: the link is at fault
     blocked    they come too late, or not at all: the link is at fault
     lost       a die at the other end does not answer: its TE is at fault, which is then known
 
 Two payloads are sent at once. The first waits behind the link's traffic; the second waits for the first
 alone, so the time between their arrivals is what a payload takes by itself.
 
-A dummy payload has the size of a KV block and goes the way of KV, by the backend of its link, from and to a
-region of each die that is for nothing else; so it needs no KV block, and says nothing of whether decode has
-any.
+A dummy payload has the size of a KV block, or more where that would not show beside what it takes to start a
+transfer, and goes the way of KV, by the backend of its link, from and to a region of each die that is for
+nothing else; so it needs no KV block, and says nothing of whether decode has any.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Literal, TypeAlias
@@ -23,18 +24,21 @@ from typing import Literal, TypeAlias
 from xdeepserve.comm.distflow.backends import Backend
 from xdeepserve.errors import LostDieError, XDeepServeError
 from xdeepserve.hw.engines import Copy
-from xdeepserve.hw.memory import Address, MemoryPlan
+from xdeepserve.hw.memory import ALIGNMENT, Address, MemoryPlan
 from xdeepserve.hw.pod import Pod
 
 Verdict: TypeAlias = Literal["well", "delayed", "slow", "blocked", "lost"]
 NAME = "link.probe"  # a region, of which the second half is where payloads come
 DELAYED_NS = 100_000  # behind other traffic
-SLOW = 4  # times what a payload takes on an idle link; checksums and other kernels cost less
+SLOW = 4  # times what a payload's bytes take on an idle link; checksums and other kernels cost less
+LEAST_NBYTES = 256 * 1024
 
 
-def plan_link_probe(plan: MemoryPlan, nbytes: int) -> None:
-    """Reserve a die's region for dummy payloads of `nbytes`. Raises OutOfMemoryError if there is no room."""
-    plan.app.alloc(NAME, 2 * nbytes)
+def plan_link_probe(plan: MemoryPlan, block_nbytes: int, weight: float = 1.0) -> None:
+    """Reserve a die's region for dummy payloads, each of whose bytes stands for `weight` bytes of KV. Raises
+    OutOfMemoryError if there is no room."""
+    nbytes = max(block_nbytes, math.ceil(LEAST_NBYTES / weight))
+    plan.app.alloc(NAME, 2 * ALIGNMENT * -(-nbytes // ALIGNMENT))
 
 
 async def probe(pod: Pod, backend: Backend, pairs: Iterable[tuple[int, int]], timeout_ns: int) -> Verdict:
@@ -74,7 +78,8 @@ async def _probe_one(pod: Pod, backend: Backend, src: int, dst: int, timeout_ns:
     if len(came_ns) < 2 or pod.memory(dst).read(copy.dst.offset, nbytes) != payload:
         return "blocked"
     first_ns, alone_ns = came_ns[0] - begun_ns, came_ns[1] - came_ns[0]
-    if alone_ns > SLOW * backend.idle_ns(src, dst, nbytes):
+    start_ns = backend.idle_ns(src, dst, 0)
+    if alone_ns - start_ns > SLOW * (backend.idle_ns(src, dst, nbytes) - start_ns):
         return "slow"
     return "delayed" if first_ns - alone_ns > DELAYED_NS else "well"
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
-from xdeepserve.comm.distflow.backends import dma_ns
+from xdeepserve.comm.distflow.backends import path_ns
 from xdeepserve.comm.distflow.channels import RECEIVER, SENDER, Channel, Channels
 from xdeepserve.comm.p2p.layout import MAX_MESSAGE
 from xdeepserve.errors import GlitchError
@@ -46,8 +46,11 @@ class SendReceiveBackend:
         await self._pod.clock.gather(*[self._send_all(batch) for batch in routes.values()])
 
     def idle_ns(self, src: int, dst: int, nbytes: int) -> int:
-        """Return the time (ns) that DMA would take, whose startup is longer than that of two kernels."""
-        return dma_ns(self._pod, src, dst, self.channels.layout.weight * nbytes)
+        """Return the time (ns) of a message of one piece: a kernel starts, and posts a field that the other
+        finds."""
+        spec = self._pod.spec_of(dst)
+        start_ns = spec.startup_ns("mte") + spec.pieces_ns(1, 1) + spec.poll_ns()
+        return start_ns + path_ns(self._pod, src, dst, self.channels.layout.weight * nbytes)
 
     async def _send_all(self, copies: Sequence[Copy]) -> None:
         """Send all copies between two dies, message by message."""

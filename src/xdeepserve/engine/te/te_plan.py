@@ -101,7 +101,7 @@ class TEPlan:
         for die in self.dies:
             if kv.over != "dma":
                 plan_channels(self.pod.plan(die), layout, kv.num_peers)
-            plan_link_probe(self.pod.plan(die), self.memories[0].kv.block_nbytes)
+            plan_link_probe(self.pod.plan(die), self.memories[0].kv.block_nbytes, self.kv_weight)
 
     @property
     def gathers_statuses(self) -> bool:
