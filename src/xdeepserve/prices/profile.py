@@ -25,6 +25,7 @@ from xdeepserve.model.weights import Part, select, weight_specs
 from xdeepserve.prices.curve import Curve, measured, with_blocks
 from xdeepserve.prices.step_run import DecodeRun, decode_iteration
 from xdeepserve.step.layer import ATTENTION
+from xdeepserve.step.passes import EMBED, HEAD
 from xdeepserve.step.stage import stages
 
 # Rows of a DP group's step; more is outside of what was measured. Few rows leave experts of a die untouched,
@@ -231,10 +232,11 @@ class PodProfile:
         return curve(rows) if curve else 0.0
 
     def ends(self, num_dies: int, rows: float, parts: int = 1, device: Device = "cm384") -> float:
-        """Return the time outside of layers with experts: dense layers, each microbatch after the other, and
-        the head."""
+        """Return the time outside of layers with experts: dense layers, each microbatch after the other,
+        embedding and head."""
         dense = self.attention(num_dies, rows, device) + self.other(num_dies, "MLP", rows, device)
-        return self.num_dense * parts * dense + self.other(num_dies, "Sample", rows, device)
+        around = sum(self.other(num_dies, stage.name, parts * rows, device) for stage in stages(EMBED + HEAD))
+        return self.num_dense * parts * dense + around
 
     def experts(self, routed: int, shared: int, rows: float, device: Device = "cm384") -> float:
         """Return T_e of expert dies for `rows` tokens in all: the slower of routed dies and shared dies."""

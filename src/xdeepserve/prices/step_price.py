@@ -194,14 +194,20 @@ def _feed(run: DecodeRun) -> float:
     return run.spent("Experts") + run.spent("combine") - run.combine_ns
 
 
+def _logit_rows(steps: StepSizes) -> tuple[int, ...]:
+    """List numbers of rows with logits; up to some, reading the head takes longer than to compute with it."""
+    most = max(2, steps.max_logit_rows)
+    return *(count for count in ROWS if count < most), most
+
+
 def _sample(executor: Executor, run: DecodeRun, steps: StepSizes) -> Curve:
     """Price the stages that read logits, up to the most rows with logits that a step has.
 
     `run` has one such row in each DP group, and as many passes of the MTP layer as there are drafts.
     """
     layer, price = executor.weights.layers[-1], executor.runner.price_of
-    rows = (1, max(2, steps.max_logit_rows))
-    spent = [0.0, 0.0]
+    rows = _logit_rows(steps)
+    spent = [0.0] * len(rows)
     for stage in stages(HEAD) + stages(MTP_HEAD):
         if stage.rows == "logits" and (one := price(stage, layer, Counts(1))):
             of_sequence = 1 if stage.name == "Sample" else 1 + steps.mtp  # drafts have a row for each
@@ -243,7 +249,7 @@ def _ends(executor: Executor, rows: Sequence[int], steps: StepSizes) -> StepEnds
 
     (last,) = [each for each in stages(MTP_HEAD if steps.mtp else HEAD) if each.rows == "logits"]
     each = 1 + steps.mtp if steps.mtp else 1
-    counts = (1, max(2, steps.max_logit_rows))
+    counts = _logit_rows(steps)
     of_rows = [0, *rows]
     return StepEnds(
         Curve.of(of_rows, lambda count: spent(before, count) if count else 0.0),

@@ -27,6 +27,8 @@ from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.spec import Spec
 from xdeepserve.loop import run
 from xdeepserve.model.checkpoint import Checkpoint
+from xdeepserve.step.passes import MTP_HEAD, MTP_INPUT, MTP_STATES
+from xdeepserve.step.stage import stages
 
 PARAMS = SamplingParams(max_tokens=None)  # of all requests
 
@@ -194,10 +196,11 @@ def _result(plan: PodPlan, iteration_ns: int, num_requests: int, num_tokens: int
             spent.update(timeline.spent_ns)
     count = len(wiring.timelines)
     layers, first = plan.config.num_hidden_layers, wiring.team.dies[0]
+    around = {stage.name for stage in stages(MTP_INPUT + MTP_HEAD + MTP_STATES)}
     drafts = [
         span
         for span in plan.pod.trace.spans
-        if span.node == first and (span.name == "Draft" or (span.args or {}).get("layer", 0) >= layers)
+        if span.node == first and (span.name in around or (span.args or {}).get("layer", 0) >= layers)
     ]
     return DecodeRun(
         drafts_ns=max(s.end_ns for s in drafts) - min(s.start_ns for s in drafts) if drafts else 0.0,
