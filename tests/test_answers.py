@@ -238,6 +238,16 @@ def test_a_configuration_is_described_and_timed(capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize(
+    "command", [["describe"], ["generate", "--timing-only", "--prompt-ids", "1,2,3", "--max-tokens", "2"]]
+)
+def test_what_takes_time_alone_says_which_precision_is_priced(command: list[str], capsys: Capture) -> None:
+    note = "note: --precision fp32 has no effect here: time alone is priced in INT8\n"
+    for precision, count in (("fp32", 1), ("int8", 0)):
+        assert main([*command, *R1, "--precision", precision]) == 0
+        assert capsys.readouterr().err.count(note) == count
+
+
+@pytest.mark.parametrize(
     ("command", "shown"),
     [
         (["describe", "--deployment", "colocated"], "experts"),

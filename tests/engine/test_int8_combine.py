@@ -84,6 +84,12 @@ def test_what_it_is_not_for_is_refused_in_one_line() -> None:
         build_engine("tiny-random", resolve("colocated", ["combine=int8"]), "fp32")
 
 
+def test_what_takes_time_alone_is_refused_alike() -> None:
+    deployment = resolve("colocated", ["combine=int8"])
+    with pytest.raises(DeploymentError, match="combine=int8 is for precision int8; in fp32 nothing that"):
+        build_engine("deepseek-r1", deployment, "fp32", timing_only=True)
+
+
 def test_large_models_are_in_lockstep_with_it() -> None:
     large = msgspec.structs.replace(TinyCheckpoint().config, vocab_size=1_000_000)
     assert fit(resolve("colocated", ["combine=int8"]), large)[0].walk.is_lockstep

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from xdeepserve.cli.options import Parser, add_deployment, note_settings
+from xdeepserve.cli.options import Parser, add_deployment, note_priced, note_settings
 
 
 def add_options(parser: Parser) -> None:
@@ -27,5 +27,7 @@ def run(args: argparse.Namespace) -> int:
         timing_only=not checkpoint.has_weights,
     )
     note_settings(args)
+    if not checkpoint.has_weights:
+        note_priced(args)
     print(describe(engine.plan))
     return 0

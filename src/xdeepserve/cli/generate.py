@@ -20,6 +20,7 @@ from xdeepserve.cli.options import (
     check_writable,
     faults_of,
     note,
+    note_priced,
     note_rounding,
     note_settings,
     overrides_of,
@@ -226,7 +227,9 @@ def _note_all(args: argparse.Namespace, llm: LLM, checkpoint: Checkpoint) -> Non
     note_settings(args)
     if missing := lack(llm.engine.plan):
         note(args.command, f"{missing}: this takes the time of dies that hold it")
-    if not args.timing_only:
+    if args.timing_only:
+        note_priced(args)
+    else:
         note_rounding(args, checkpoint)
     if args.trace is not None and llm.engine.plan.pod.trace.left_out:
         note(args.command, f"{args.trace}: {llm.engine.plan.pod.trace.left_out}")

@@ -219,6 +219,12 @@ def note_settings(args: argparse.Namespace) -> None:
         note(args.command, f"{key} has no effect here: {reason}")
 
 
+def note_priced(args: argparse.Namespace) -> None:
+    """Print a note if a run that only takes time was asked for another precision than INT8."""
+    if args.precision != "int8":
+        note(args.command, f"--precision {args.precision} has no effect here: time alone is priced in INT8")
+
+
 def note_tokenizer(args: argparse.Namespace, tokenizer: Tokenizer | None) -> None:
     """Print a note on requests that a model without a tokenizer, or without a chat template, cannot
     answer."""

@@ -71,8 +71,9 @@ class LLM:
     clock_seed   seed of the order of events that happen at the same virtual time; None: in order of creation
     beside       another LLM, whose pod and clock this one shares: several models on one SuperPod. Close this
                  one first: work that is left when the other one is closed ends with an XDeepServeError
-    timing_only  take the time, in INT8, and compute nothing: token ids are dummies, models without weights
-                 will do; True, or a TimingConfig with acceptance of drafts, skew of routing and seed
+    timing_only  take the time, in INT8 whatever the precision, and compute nothing: token ids are dummies,
+                 models without weights will do; True, or a TimingConfig with acceptance of drafts, skew of
+                 routing and seed
     faults       what breaks, and when (`hw.faults`)
 
     Raises InputError with one clear line if the pod cannot be built.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from xdeepserve.engine.build import PodPlan
+from xdeepserve.engine.build import PodPlan, with_answers
 from xdeepserve.engine.deploy.deployment import Deployment
 from xdeepserve.engine.deploy.resolve import Overrides, resolve
 from xdeepserve.engine.lanes import DEFAULT_SHOWN_DIES
@@ -62,6 +62,7 @@ def build_engine(
     if isinstance(deployment, str) or overrides:
         deployment = resolve(deployment, overrides)
     timing = TimingConfig() if timing_only is True else timing_only or None
+    with_answers(checkpoint.config, deployment, precision)  # refuses alike whether tokens are computed or not
     recipe: Recipe = "int8" if timing else precision
     plan = PodPlan(
         checkpoint, deployment, recipe, clock_seed, trace, trace_dies=trace_dies, timing=timing, pod=pod
