@@ -136,7 +136,7 @@ def test_rows_are_computed_again_for_what_is_read_and_nothing_else(found: dict[s
 
 def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "formulas", few)
-    monkeypatch.setattr(constants, "SIMULATIONS", (two,))
+    monkeypatch.setattr(constants, "SIMULATIONS", {"xds": (two,)})
     assert main(["bench", "papers", "--constants"]) == 0
     out = capsys.readouterr().out
     assert "  cm.streams/stream0: 610.00 us, calibrated\n      gate +0.3\n" in out
@@ -153,15 +153,38 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert told["host"] == constants.host_effects()
     assert main(["bench", "papers", "--constants", "--fits"]) == 2
     assert "--fits and --constants are two tables: choose one" in capsys.readouterr().err
-    assert main(["bench", "papers", "--constants", "--paper", "cm"]) == 2
-    assert "--constants is of all papers: --paper does not go with it" in capsys.readouterr().err
+
+
+def test_rows_of_one_paper(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def unasked(given: constants.Constants) -> Iterator[Row]:
+        raise AssertionError("a simulation of another paper")
+
+    def told(*args: str) -> list[str]:
+        assert main(["bench", "papers", "--constants", "--json", "--paper", *args]) == 0
+        return [row["name"] for row in json.loads(capsys.readouterr().out)["rows"]]
+
+    monkeypatch.setattr(constants, "formulas", few)
+    monkeypatch.setattr(constants, "SIMULATIONS", {"cm": (unasked,), "xds": (two,)})
+    assert told("cm") == ["cm.streams/stream0", "cm.obs"]
+    assert told("xds", "--full") == ["xds.dec288.iter"]
+    for paper, reason in (
+        ("xds", "--constants has rows of cm, and none of --paper xds"),
+        ("xd", "--paper must be one of xds, cm, ds, eaas, ms, found 'xd'"),
+    ):
+        assert main(["bench", "papers", "--constants", "--paper", paper]) == 2
+        assert reason in capsys.readouterr().err
 
 
 @pytest.mark.campaign
 def test_what_is_simulated_moves_too() -> None:
     """The scheduler's gap is in no iteration, and in each time per token."""
     before, after = (
-        {row.name: row.value for part in constants.SIMULATIONS for row in part(constants.numbers(changed))}
+        {
+            row.name: row.value
+            for parts in constants.SIMULATIONS.values()
+            for part in parts
+            for row in part(constants.numbers(changed))
+        }
         for changed in ({}, {"scheduler_gap": 4e-3})
     )
     assert after["xds.dec288.iter"] == before["xds.dec288.iter"]

@@ -240,7 +240,8 @@ def _check(args: argparse.Namespace) -> None:
         raise InputError(f"--{tables[0]} and --{tables[1]} are two tables: choose one")
     for table in tables:
         for other in ("trends", "plot", "full", "paper"):
-            if getattr(args, other) not in (None, False) and (table, other) != ("constants", "full"):
+            allowed = ("full", "paper") if table == "constants" else ()
+            if getattr(args, other) not in (None, False) and other not in allowed:
                 raise InputError(f"--{table} is of all papers: --{other} does not go with it")
     _check_plan(args)
     if args.trace is not None:

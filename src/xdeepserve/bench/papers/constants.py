@@ -22,10 +22,11 @@ from typing import Any, NamedTuple, TypeAlias
 import msgspec
 
 from xdeepserve.bench.papers import ablations, context_caching, ems, expert_skew, paper_rows, superpod
-from xdeepserve.bench.papers.every_value import how
+from xdeepserve.bench.papers.every_value import check_paper, how, paper_of
 from xdeepserve.bench.papers.fits import OF_BENCHMARKS, spec_with
 from xdeepserve.bench.report import Row
 from xdeepserve.engine.te.host import GC_PERIOD, PREEMPTION_RATE
+from xdeepserve.errors import InputError
 from xdeepserve.hw.spec import Param, Spec
 from xdeepserve.progress import working
 
@@ -135,7 +136,10 @@ def disaggregated(given: Constants) -> list[Row]:
     return superpod.disaggregated(spec=given.spec)
 
 
-SIMULATIONS: tuple[RowsOf, ...] = (table_1, figure_23, colocated, disaggregated)
+SIMULATIONS: dict[str, tuple[RowsOf, ...]] = {  # by paper
+    "cm": (table_1, figure_23),
+    "xds": (colocated, disaggregated),
+}
 
 
 class Base(NamedTuple):
@@ -206,11 +210,18 @@ def host_effects() -> list[str]:
     ]
 
 
-def tell(is_json: bool, is_full: bool = False) -> None:
-    """Raise each constant, and print how rows move; if `is_full`, simulated ones, too."""
-    parts = (formulas, *(SIMULATIONS if is_full else ()))
+def tell(is_json: bool, is_full: bool = False, paper: str | None = None) -> None:
+    """Raise each constant, and print how the rows of a paper, or of all, move; if `is_full`, simulated ones,
+    too. Raises InputError for a paper that is unknown or has no such rows."""
+    check_paper(paper)
+    simulated = [part for key in SIMULATIONS if paper in (None, key) for part in SIMULATIONS[key]]
+    parts = (formulas, *(simulated if is_full else ()))
     with working("bench papers --constants") as status:
-        found = all_moves(parts, functools.partial(setattr, status, "detail"))
+        every = all_moves(parts, functools.partial(setattr, status, "detail"))
+    found = [one for one in every if paper in (None, paper_of(one.name))]
+    if not found:
+        papers = ", ".join(sorted({paper_of(one.name) for one in every}))
+        raise InputError(f"--constants has rows of {papers}, and none of --paper {paper}")
     if is_json:
         print(as_json(found))
     else:
