@@ -642,6 +642,7 @@ def test_the_superpod_fills_its_dies_and_has_prefill_beside() -> None:
     assert decode.expert_dies[-1] == 767
     assert prefill.dies == tuple(range(768, 784))
     assert np.diff(decode.dies).max() == 1
+    assert [te.sizes.steps.num_mtp_layers for te in (prefill, decode)] == [1, 1]  # xDeepServe 7.1
 
 
 @pytest.mark.campaign
