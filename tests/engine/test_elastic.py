@@ -10,7 +10,7 @@ from tests.engine.remains import check_nothing_is_left, settled
 from tests.tools import one_die
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.build import PodPlan
-from xdeepserve.engine.dp.events import TEChanged, TEsWanted
+from xdeepserve.engine.dp.events import Observed, TEChanged, TEsWanted
 from xdeepserve.engine.serving import elastic
 from xdeepserve.engine.serving.elastic import StartCosts
 from xdeepserve.errors import DeploymentError, XDeepServeError
@@ -88,6 +88,75 @@ def test_dies_lost_while_tes_come_and_go_cost_no_bit(tiny: TinyCheckpoint, seed:
         llm.run(settled(llm.engine))
         check_nothing_is_left(llm.engine)
     assert digest(outputs) == digest(one_die(PROMPTS, PARAMS, "int8"))
+
+
+LONG = SamplingParams(max_tokens=90, temperature=0.7, seed=3, ignore_eos=True)
+# A burst brings "te 1"; at 8 ms it gets a long request, which it still serves when it drains at 18.2 ms and
+# when the next burst comes at 30 ms.
+TWO_BURSTS = [LONG] + [PARAMS] * 9 + [LONG] + [PARAMS] * 9
+TWO_BURSTS_MS = [0.0] * 10 + [8.0] + [30.0] * 9
+ONE_OR_TWO = (
+    *("scale.most=2", *QUICK[:3], "scale.down_s=0.002", "scheduler.route=sequences"),
+    *("scheduler.max_num_seqs=8", "max_model_len=128", "health.suspect_s=0.001", "health.lost_s=0.004"),
+)
+
+
+def two_bursts(tiny: TinyCheckpoint, lost: str | None, lost_ms: float) -> list[Observed]:
+    """Serve two bursts with the long requests between them, check every token, and return what happened.
+
+    The die of the TE that is named `lost` is lost at its time.
+    """
+    events: list[Observed] = []
+    with LLM(tiny, "monolithic", overrides=ONE_OR_TWO) as llm:
+        pod = llm.engine.plan.pod
+
+        async def lose() -> None:
+            (te,) = (te for te in llm.engine.tes() if te.name == lost)
+            pod.break_die(te.dies[0])
+
+        if lost is not None:
+            pod.clock.at(pod.clock.now + round(1e6 * lost_ms), lose)
+        llm.engine.observe(events.append)
+        arrivals = [round(1e6 * ms) for ms in TWO_BURSTS_MS]
+        outputs = llm.generate(PROMPTS, TWO_BURSTS, keep_logits=True, arrivals_ns=arrivals)
+        llm.run(settled(llm.engine))
+        check_nothing_is_left(llm.engine)
+    assert digest(outputs) == digest(one_die(PROMPTS, TWO_BURSTS, "int8"))
+    return events
+
+
+def lives(events: list[Observed], te: str) -> list[str]:
+    return [event.life for event in events if isinstance(event, TEChanged) and event.te == te]
+
+
+def resumed(events: list[Observed]) -> list[tuple[str, ...]]:
+    return [event.resumed for event in events if isinstance(event, TEsWanted) and event.resumed]
+
+
+def test_a_te_that_drains_is_taken_back_when_more_are_wanted(tiny: TinyCheckpoint) -> None:
+    events = two_bursts(tiny, None, 0.0)
+    assert resumed(events) == [("te 1",)]
+    assert lives(events, "te 1")[:4] == ["loading", "ready", "draining", "ready"]
+    assert {event.te for event in events if isinstance(event, TEChanged)} == {"te", "te 1"}  # no other came
+    (wanted,) = (event for event in events if isinstance(event, TEsWanted) and event.resumed)
+    assert wanted.said == "2 TEs are wanted: load of a TE 1.25, above 0.8; te 1 stays"
+
+
+@pytest.mark.parametrize(
+    ("lost", "lost_ms", "stays", "ends"),
+    [
+        ("te 1", 22.0, [], ["draining", "lost"]),  # while it drains: another one comes
+        ("te 1", 30.5, [("te 1",)], ["draining", "ready", "lost"]),  # taken back before the loss is found
+        ("te", 25.0, [("te 1",)], ["draining", "ready"]),  # the only one that serves: at once
+    ],
+)
+def test_a_die_lost_before_a_te_is_taken_back_costs_no_bit(
+    tiny: TinyCheckpoint, lost: str, lost_ms: float, stays: list[tuple[str, ...]], ends: list[str]
+) -> None:
+    events = two_bursts(tiny, lost, lost_ms)
+    assert resumed(events) == stays
+    assert lives(events, "te 1")[2:5][: len(ends)] == ends
+    assert lives(events, lost)[-1] == "lost"
 
 
 def test_without_room_for_a_te_requests_that_wait_end_with_the_reason(

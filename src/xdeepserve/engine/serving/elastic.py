@@ -3,8 +3,9 @@
 The AutoScaler (`balance/auto_scaler.py`) looks each `every_s` of virtual time. A TE comes in five steps: a
 pod is found, processes are started, weights come, a dummy request is served, job executors hear of it.
 Pre-warmed TEs have the first two behind them: dies and processes, without weights. For each that is taken
-another one is started. A TE that goes finishes its requests first. Without any TE a request waits for the
-first one, which comes at once.
+another one is started. A TE that goes finishes its requests first. If more TEs are wanted before it has gone,
+it is taken back, and no other comes in its place. Without any TE a request waits for the first one, which
+comes at once.
 """
 
 from __future__ import annotations
@@ -62,6 +63,10 @@ class ElasticTEs(Protocol):
 
     async def send_away(self, name: str) -> None: ...
 
+    def can_resume(self, name: str) -> bool: ...
+
+    def resume(self, name: str) -> None: ...
+
 
 class Elastic:
     """Makes the number of an engine's TEs follow their load. `hears` is told of an error of its processes."""
@@ -75,6 +80,7 @@ class Elastic:
         self._num_taken = 0  # pre-warmed TEs that are meant for some that come
         self._num_asked = self._num_failed = 0
         self._coming: dict[int, bool] = {}  # TEs on their way, by number: whether they may be called off
+        self._draining: list[str] = []  # TEs sent away that have not gone, the longest away first
         self._is_over = False
         self.processes: list[asyncio.Task[None]] = []
         je.unplaced.is_elastic = True
@@ -114,8 +120,11 @@ class Elastic:
         more = self._state.wanted - seen.serving - seen.coming
         if self._state.changed_s == before.changed_s or not more:
             return
-        self._je.tell(TEsWanted(self._state.wanted, self._state.reason))
-        for _ in range(more):
+        resumed = [name for name in self._draining if self._tes.can_resume(name)][: max(0, more)]
+        self._je.tell(TEsWanted(self._state.wanted, self._state.reason, tuple(resumed)))
+        for name in resumed:
+            self._tes.resume(name)
+        for _ in range(more - len(resumed)):
             self._coming[self._num_asked] = True
             self._detach(self._start_te(self._num_asked), "a TE that comes")
             self._num_asked += 1
@@ -125,7 +134,7 @@ class Elastic:
         for te in sorted(ready, key=lambda te: (te.num_sequences, -te.sizes.place.first_die))[
             : max(0, -more)
         ]:
-            self._detach(self._tes.send_away(te.plan.name), f"{te.plan.name} that goes")
+            self._detach(self._send_away(te.plan.name), f"{te.plan.name} that goes")
 
     def _detach(self, work: Coroutine[Any, Any, object], name: str) -> None:
         """Run work as a process; if it is impossible, tell why, and let later looks try again."""
@@ -161,6 +170,13 @@ class Elastic:
         finally:
             del self._coming[number]
         self._num_failed = 0
+
+    async def _send_away(self, name: str) -> None:
+        self._draining.append(name)
+        try:
+            await self._tes.send_away(name)
+        finally:
+            self._draining.remove(name)
 
     async def _warm(self, seconds: float = 0.0) -> None:
         await self._clock.sleep(round(1e9 * seconds))

@@ -57,6 +57,7 @@ class TEGroup:
         self.lost: dict[str, XDeepServeError] = {}  # TEs that have failed while others went on, and why
         self._lost_health: list[tuple[TEPlan, TEHealth]] = []
         self._leaving: list[asyncio.Task[None]] = []
+        self._departures: dict[str, asyncio.Task[None]] = {}  # by TE: these end when it has left
         self._moving: list[asyncio.Task[Any]] = []  # expert servers that come and go
         self._end: str | None = None  # why nobody can join, or leave, any more
         recovery, lost_ns = plan.deployment.recovery, plan.tes[0].sizes.groups.lost_ns
@@ -266,6 +267,17 @@ class TEGroup:
         """Have a TE leave when its work has ended; from within a process."""
         await self.part_with(name, moves_out=False)
 
+    def can_resume(self, name: str) -> bool:
+        """Whether a TE that has been sent away has work left, so that it can still be taken back."""
+        return name in self._departures and any(te.plan.name == name and te.can_resume for te in self._je.tes)
+
+    def resume(self, name: str) -> None:
+        """Take a TE back that has been sent away: it serves new requests at once, and `send_away` returns."""
+        te = next(te for te in self._je.tes if te.plan.name == name)
+        te.resume()
+        self._departures.pop(name).cancel()
+        self._je.place_waiting()
+
     def end(self, why: str) -> None:
         """Forbid joining and leaving; calls that wait for an expert server's move fail with `why`."""
         self._end = self._end or why
@@ -303,7 +315,12 @@ class TEGroup:
 
     async def _leave(self, te: TE) -> None:
         self._je.lead_away(te)
-        await self._plan.pod.clock.spawn(te.leave(), name=f"leave {te.sizes.place.name}")
+        clock, name = self._plan.pod.clock, te.sizes.place.name
+        self._departures[name] = departure = clock.spawn(te.leave(), name=f"leave {name}")
+        await clock.until_ended(departure)
+        if departure.cancelled():
+            return  # the TE has been taken back
+        del self._departures[name]
         if te.life != "gone":
             why = self.lost.get(te.sizes.place.name) or self._end or "all TEs are started anew"
             raise XDeepServeError(f"TE {te.sizes.place.name} was lost before it had left: {why}")
