@@ -159,6 +159,59 @@ def test_a_die_lost_before_a_te_is_taken_back_costs_no_bit(
     assert lives(events, lost)[-1] == "lost"
 
 
+# Prompts come faster than one TE computes them, 32 tokens a step: the last request's first token takes 7.8 ms
+# where that of the first takes 0.5, and load stays below `high`.
+LATE = (
+    *("scale.most=2", *QUICK[:3], "scale.down_s=1", "scheduler.route=sequences"),
+    *("scheduler.max_num_seqs=32", "scheduler.max_num_batched_tokens=32", "max_model_len=64"),
+)
+
+
+def wanted_by_level(bounds: tuple[str, ...]) -> list[TEsWanted]:
+    """Serve prompts that queue, with bounds on the times of requests, and return the AutoScaler's changes."""
+    arrivals = tuple(300_000 * number for number in range(len(PROMPTS)))
+    history = History("monolithic", (*LATE, *bounds), PROMPTS, PARAMS, arrivals_ns=arrivals)
+    run = serve(history, hears=(TEsWanted,))
+    assert run.digest == digest(one_die(PROMPTS, PARAMS, "int8"))
+    return run.of(TEsWanted)
+
+
+@pytest.mark.parametrize("bounds", [("scale.ttft_s=0.002",), ("scale.tpot_s=0.0004",)])
+def test_a_te_comes_for_late_requests_though_load_is_not_high(bounds: tuple[str, ...]) -> None:
+    (wanted,) = wanted_by_level(bounds)
+    assert wanted.num_tes == 2
+    assert wanted.reason.startswith("requests are late")
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        (),
+        ("scale.ttft_s=1", "scale.tpot_s=1"),  # all are in time
+        ("scale.ttft_s=0.00001",),  # an idle TE would be as late
+        ("scale.ttft_s=0.002", "scale.within=0.0"),  # late requests are permitted
+    ],
+)
+def test_no_te_comes_for_requests_that_it_would_not_help(bounds: tuple[str, ...]) -> None:
+    assert not wanted_by_level(bounds)
+
+
+def test_a_request_that_waited_for_the_first_te_brings_no_second_one(tiny: TinyCheckpoint) -> None:
+    """Its first token is late because there was no TE, not because there were too few."""
+    wanted: list[int] = []
+    settings = [*FROM_NONE[:2], "scale.warm=0", "scale.down_s=0.002", *QUICK[:3], "scale.ttft_s=0.002"]
+    with LLM(tiny, "monolithic", overrides=settings) as llm:
+        llm.generate(PROMPTS[:1], PARAMS)
+        llm.engine.observe(
+            lambda event: wanted.append(event.num_tes) if isinstance(event, TEsWanted) else None
+        )
+        later = 10**8
+        for output in llm.generate(PROMPTS[1:3], PARAMS, arrivals_ns=[later, later + 5 * 10**7]):
+            assert output.metrics.ttft_ns > 2_000_000
+    assert wanted
+    assert max(wanted) == 1
+
+
 def test_without_room_for_a_te_requests_that_wait_end_with_the_reason(
     tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,6 +251,7 @@ def test_an_engine_that_ends_while_tes_are_on_their_way_gives_their_dies_back(ti
         ("monolithic", ["scale.least=3", "scale.most=2"], "scale: 0 <= least <= most <= 4096, found 3 and 2"),
         ("monolithic", ["scale.least=0", "scale.most=0"], "scale: most must be at least 1, found 0"),
         ("monolithic", ["scale.warm=-1"], "scale.warm must be 0 or more, found -1"),
+        ("monolithic", ["scale.ttft_s=0"], "scale.ttft_s must be more than 0, found 0"),
     ],
 )
 def test_what_cannot_be_is_refused(deployment: str, settings: list[str], words: str) -> None:

@@ -1,26 +1,33 @@
 """TEs of an engine that come and go as the AutoScaler decides (DeepServe 6); from none, too.
 
-The AutoScaler (`balance/auto_scaler.py`) looks each `every_s` of virtual time. A TE comes in five steps: a
-pod is found, processes are started, weights come, a dummy request is served, job executors hear of it.
-Pre-warmed TEs have the first two behind them: dies and processes, without weights. For each that is taken
-another one is started. A TE that goes finishes its requests first. If more TEs are wanted before it has gone,
-it is taken back, and no other comes in its place. Without any TE a request waits for the first one, which
-comes at once.
+The AutoScaler (`balance/auto_scaler.py`) looks each `every_s` of virtual time at the load of the TEs and, if
+`ttft_s` or `tpot_s` is set, at the service level (`balance/service_level.py`). Requests that came before the
+latest TE do not count there: they may be late because it was not there yet.
+
+A TE comes in five steps: a pod is found, processes are started, weights come, a dummy request is served, job
+executors hear of it. Pre-warmed TEs have the first two behind them: dies and processes, without weights. For
+each that is taken another one is started. A TE that goes finishes its requests first. If more TEs are wanted
+before it has gone, it is taken back, and no other comes in its place. Without any TE a request waits for the
+first one, which comes at once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any, Final, Protocol
 
 import msgspec
 
 from xdeepserve.engine.balance.auto_scaler import ScaleLook, ScaleState, ScalingPolicy
+from xdeepserve.engine.balance.service_level import IdlePrefill, ServiceLevel
 from xdeepserve.engine.deploy.deployment import ScaleConfig
 from xdeepserve.engine.deploy.policies import SCALING
 from xdeepserve.engine.dp.events import TEsWanted
 from xdeepserve.engine.job.executor import JobExecutor
+from xdeepserve.engine.serving.record import RequestMetrics
 from xdeepserve.engine.te.te import TE
 from xdeepserve.errors import DeploymentError, XDeepServeError
 from xdeepserve.hw.clock import Clock, Hears
@@ -80,6 +87,9 @@ class Elastic:
         self._num_taken = 0  # pre-warmed TEs that are meant for some that come
         self._num_asked = self._num_failed = 0
         self._coming: dict[int, bool] = {}  # TEs on their way, by number: whether they may be called off
+        bounds_ns = (math.inf if bound is None else 1e9 * bound for bound in (config.ttft_s, config.tpot_s))
+        self._level, self._idle_prefill = ServiceLevel(*bounds_ns), IdlePrefill()
+        self._grown_ns = 0  # when a TE came last, or was taken back
         self._draining: list[str] = []  # TEs sent away that have not gone, the longest away first
         self._is_over = False
         self.processes: list[asyncio.Task[None]] = []
@@ -99,6 +109,14 @@ class Elastic:
         for process in self.processes:
             process.cancel()
 
+    def hear(self, metrics: RequestMetrics, num_prompt: int) -> None:
+        """Count a request that has ended for the service level."""
+        begun_ns, first_ns, ttft_ns = metrics.scheduled_ns, metrics.first_token_ns, metrics.ttft_ns
+        if begun_ns is None or first_ns is None or ttft_ns is None or metrics.arrival_ns < self._grown_ns:
+            return
+        self._idle_prefill.hear(num_prompt, metrics.num_cached_tokens, first_ns - begun_ns)
+        self._level.hear(ttft_ns, metrics.tpot_ns, partial(self._idle_prefill.ns, num_prompt))
+
     def _look_later(self) -> None:
         self._clock.at(self._clock.now + round(1e9 * self._config.every_s), self._look_again, self._hears)
 
@@ -115,7 +133,8 @@ class Elastic:
     def _look(self) -> None:
         ready = self._je.tes.ready("both")
         load = sum(map(load_of, ready)) + len(self._je.unplaced)
-        seen = ScaleLook(self._clock.now / 1e9, load, len(ready), len(self._coming))
+        missed = self._level.take_share()
+        seen = ScaleLook(self._clock.now / 1e9, load, len(ready), len(self._coming), missed)
         before, self._state = self._state, self._next(self._state, seen, self._config)
         more = self._state.wanted - seen.serving - seen.coming
         if self._state.changed_s == before.changed_s or not more:
@@ -124,6 +143,7 @@ class Elastic:
         self._je.tell(TEsWanted(self._state.wanted, self._state.reason, tuple(resumed)))
         for name in resumed:
             self._tes.resume(name)
+            self._grown_ns = self._clock.now
         for _ in range(more - len(resumed)):
             self._coming[self._num_asked] = True
             self._detach(self._start_te(self._num_asked), "a TE that comes")
@@ -169,7 +189,7 @@ class Elastic:
             await self._tes.bring()
         finally:
             del self._coming[number]
-        self._num_failed = 0
+        self._num_failed, self._grown_ns = 0, self._clock.now
 
     async def _send_away(self, name: str) -> None:
         self._draining.append(name)

@@ -451,6 +451,9 @@ class Engine:
     def finished(self, request: Request) -> None:
         """Forget a finished request, all choices of which have ended; their schedulers remove the
         sequences."""
+        if self._group.elastic is not None:  # the first choice stands for all: they step side by side
+            first = request.sequences[0]
+            self._group.elastic.hear(request.outputs[0].metrics(first), first.num_prompt)
         for seq in request.sequences:
             self.je.forget(seq)
         self._requests.pop(request.request_id, None)
