@@ -212,6 +212,79 @@ def test_a_request_that_waited_for_the_first_te_brings_no_second_one(tiny: TinyC
     assert max(wanted) == 1
 
 
+# TEs of each role have one die; prompts come every 0.2 ms, and a last one after silence.
+APART = (*QUICK[:3], "prefill.dies=1", "decode.dies=1", "scale.down_s=0.01", "max_model_len=128")
+APART_NS = (*(200_000 * number for number in range(len(PROMPTS) - 1)), 300_000_000)
+
+
+def wanted_apart(max_tokens: int, *settings: str) -> dict[str, list[int]]:
+    """Serve prompts by TEs of two roles, check every token, and return how many TEs of each were wanted."""
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.7, seed=3, ignore_eos=True)
+    history = History("pd", (*APART, *settings), PROMPTS, params, arrivals_ns=APART_NS)
+    run = serve(history, hears=(TEsWanted,))
+    assert run.digest == digest(one_die(PROMPTS, params, "int8"))
+    found: dict[str, list[int]] = {"prefill": [], "decode": []}
+    for wanted in run.of(TEsWanted):
+        found[wanted.role].append(wanted.num_tes)
+    return found
+
+
+def test_prefill_and_decode_follow_their_own_load() -> None:
+    few_places = "prefill.max_num_seqs=6", "decode.max_num_seqs=32"
+    by_prompts = wanted_apart(2, "scale.most=3", *few_places)
+    assert max(by_prompts["prefill"]) == 3
+    assert by_prompts["prefill"][-1] == 1
+    assert not by_prompts["decode"]
+    by_answers = wanted_apart(30, "scale.most=3", "prefill.max_num_seqs=64", "decode.max_num_seqs=6")
+    assert max(by_answers["decode"]) == 3
+    assert by_answers["decode"][-1] == 1
+    assert not by_answers["prefill"]
+
+
+def test_each_role_has_bounds_of_its_own() -> None:
+    few_places = "prefill.max_num_seqs=6", "decode.max_num_seqs=6"
+    settings = "scale.most=3", "scale.prefill.most=2", "scale.decode.least=2", "scale.decode.warm=1"
+    found = wanted_apart(30, *settings, *few_places)
+    assert max(found["prefill"]) == 2
+    assert max(found["decode"]) == 3
+    assert min(found["decode"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("bound", "role"), [("scale.ttft_s=0.006", "prefill"), ("scale.tpot_s=0.0004", "decode")]
+)
+def test_the_first_token_is_a_matter_of_prefill_and_others_of_decode(bound: str, role: str) -> None:
+    many_places = "prefill.max_num_seqs=64", "decode.max_num_seqs=64", "prefill.max_num_batched_tokens=64"
+    assert not any(wanted_apart(8, "scale.most=2", *many_places).values())
+    found = wanted_apart(8, "scale.most=2", *many_places, bound)
+    assert [each for each in found if found[each]] == [role]
+
+
+@pytest.mark.thin(4)
+@pytest.mark.parametrize("seed", range(12))
+def test_dies_lost_while_tes_of_two_roles_come_and_go_cost_no_bit(tiny: TinyCheckpoint, seed: int) -> None:
+    drawn = random.Random(seed)
+    arrivals = sorted(round(1e9 * drawn.choice([0.0, 0.01, 0.5, 0.503, 2.0]) + 1e5 * i) for i in range(20))
+    settings = [*APART, "scale.most=3", f"scale.warm={seed % 3}", "scheduler.max_num_seqs=4"]
+    settings += ["health.suspect_s=0.01", "health.lost_s=0.05"]
+    settings += ["recovery.failover=true"] * drawn.randrange(2) + ["transfer=layer"] * drawn.randrange(2)
+    settings += ["scheduler.admission=decode"] * drawn.randrange(2)
+    with LLM(tiny, "pd", overrides=settings) as llm:
+        pod = llm.engine.plan.pod
+
+        async def lose() -> None:
+            held = sorted(set(pod.holders) - pod.lost)
+            if held:
+                pod.break_die(drawn.choice(held))
+
+        for _ in range(4):
+            pod.clock.at(round(1e9 * drawn.choice([0.0, 0.01, 0.5, 2.0]) + drawn.uniform(0, 1e7)), lose)
+        outputs = llm.generate(PROMPTS, PARAMS, keep_logits=True, arrivals_ns=arrivals)
+        llm.run(settled(llm.engine))
+        check_nothing_is_left(llm.engine)
+    assert digest(outputs) == digest(one_die(PROMPTS, PARAMS, "int8"))
+
+
 def test_without_room_for_a_te_requests_that_wait_end_with_the_reason(
     tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,7 +320,19 @@ def test_an_engine_that_ends_while_tes_are_on_their_way_gives_their_dies_back(ti
 @pytest.mark.parametrize(
     ("deployment", "settings", "words"),
     [
-        ("pd", ["scale.least=1"], "scale is for TEs of one kind that do both prefill and decode"),
+        ("transformerless", ["scale.least=1"], "scale is for pd, and for TEs of one kind that do both"),
+        (
+            "pd",
+            ["scale.least=0"],
+            "scale.least must be at least 1 where prefill and decode are apart, found 0",
+        ),
+        ("pd", ["scale.least=1", "prefill.hardware=910b"], "no prefill TE can come on 910b dies"),
+        ("pd", ["scale.prefill.least=3", "scale.most=2"], "0 <= least <= most <= 4096, found 3 and 2"),
+        (
+            "monolithic",
+            ["scale.prefill.most=3"],
+            "scale.prefill is for pods whose prefill has TEs of its own",
+        ),
         ("monolithic", ["scale.least=3", "scale.most=2"], "scale: 0 <= least <= most <= 4096, found 3 and 2"),
         ("monolithic", ["scale.least=0", "scale.most=0"], "scale: most must be at least 1, found 0"),
         ("monolithic", ["scale.warm=-1"], "scale.warm must be 0 or more, found -1"),
