@@ -24,8 +24,8 @@ SCALE = (
 )
 PARAMS = SamplingParams(max_tokens=24, temperature=0.7, seed=5, ignore_eos=True)
 PROMPTS = [[3 * i + j for j in range(16 + i)] for i in range(23)]
-ARRIVALS_S = [0.0, 0.002, 0.004, *(1 + 0.004 * i for i in range(20))]
-LOST_S = 1.09
+ARRIVALS_S = [0.0, 0.002, 0.004, *(1 + 0.002 * i for i in range(20))]
+LOST_S = 1.045
 COSTS = elastic.StartCosts(
     pod=Param(0.02, "s", "of this walkthrough"),
     warm_pod=Param(0.0005, "s", "of this walkthrough"),

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xdeepserve.engine.balance.auto_scaler import ScaleLook, ScaleState, next_wanted
+from xdeepserve.engine.balance.service_level import IdlePrefill, ServiceLevel
 from xdeepserve.engine.deploy.scale_bounds import ScaleBounds
 from xdeepserve.errors import InputError
 
@@ -162,3 +163,38 @@ def test_no_change_is_undone_under_a_load_that_stays(
 def test_bounds_that_cannot_be(bounds: ScaleBounds, message: str) -> None:
     with pytest.raises(InputError, match=message):
         bounds.check()
+
+
+def test_the_service_level_counts_late_requests_that_an_idle_te_would_have_served_in_time() -> None:
+    level = ServiceLevel(ttft_ns=100, tpot_ns=10)
+    assert level.take_share() is None
+    level.hear(100, 10, lambda: 50)  # in time
+    level.hear(101, None, lambda: 100)  # late
+    level.hear(99, 11, lambda: 99)  # its first token was in time, others were not
+    level.hear(300, 5, lambda: 101)  # late on an idle TE, too
+    assert level.take_share() == 0.5
+    assert level.take_share() is None
+
+
+def test_without_bounds_no_request_is_late() -> None:
+    level = ServiceLevel(math.inf, math.inf)
+    level.hear(1e18, 1e18, lambda: 1e18)
+    assert level.take_share() == 0
+
+
+@given(st.lists(st.tuples(st.integers(1, 10**5), st.integers(1, 10**9)), min_size=1))
+def test_a_prompt_is_never_estimated_slower_than_it_was(prompts: list[tuple[int, int]]) -> None:
+    idle = IdlePrefill()
+    for num_tokens, prefill_ns in prompts:
+        idle.hear(num_tokens, 0, prefill_ns)
+        assert idle.ns(num_tokens) <= prefill_ns * (1 + 1e-9)
+
+
+def test_the_estimate_for_a_long_prompt_comes_from_the_fastest_one() -> None:
+    idle = IdlePrefill()
+    idle.hear(1000, 0, 50_000)
+    idle.hear(1000, 0, 80_000)  # beside others
+    idle.hear(1000, 900, 20_000)  # behind a prefix that is cached
+    assert idle.ns(1000) == pytest.approx(50_000)
+    assert idle.ns(10) == 20_000  # no step is shorter
+    assert idle.ns(2000) > 100_000

@@ -10,7 +10,7 @@ from tests.engine.remains import check_nothing_is_left, settled
 from tests.tools import one_die
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.build import PodPlan
-from xdeepserve.engine.dp.events import TEChanged, TEsWanted
+from xdeepserve.engine.dp.events import Observed, TEChanged, TEsWanted
 from xdeepserve.engine.serving import elastic
 from xdeepserve.engine.serving.elastic import StartCosts
 from xdeepserve.errors import DeploymentError, XDeepServeError
@@ -90,6 +90,201 @@ def test_dies_lost_while_tes_come_and_go_cost_no_bit(tiny: TinyCheckpoint, seed:
     assert digest(outputs) == digest(one_die(PROMPTS, PARAMS, "int8"))
 
 
+LONG = SamplingParams(max_tokens=90, temperature=0.7, seed=3, ignore_eos=True)
+# A burst brings "te 1"; at 8 ms it gets a long request, which it still serves when it drains at 18.2 ms and
+# when the next burst comes at 30 ms.
+TWO_BURSTS = [LONG] + [PARAMS] * 9 + [LONG] + [PARAMS] * 9
+TWO_BURSTS_MS = [0.0] * 10 + [8.0] + [30.0] * 9
+ONE_OR_TWO = (
+    *("scale.most=2", *QUICK[:3], "scale.down_s=0.002", "scheduler.route=sequences"),
+    *("scheduler.max_num_seqs=8", "max_model_len=128", "health.suspect_s=0.001", "health.lost_s=0.004"),
+)
+
+
+def two_bursts(tiny: TinyCheckpoint, lost: str | None, lost_ms: float) -> list[Observed]:
+    """Serve two bursts with the long requests between them, check every token, and return what happened.
+
+    The die of the TE that is named `lost` is lost at its time.
+    """
+    events: list[Observed] = []
+    with LLM(tiny, "monolithic", overrides=ONE_OR_TWO) as llm:
+        pod = llm.engine.plan.pod
+
+        async def lose() -> None:
+            (te,) = (te for te in llm.engine.tes() if te.name == lost)
+            pod.break_die(te.dies[0])
+
+        if lost is not None:
+            pod.clock.at(pod.clock.now + round(1e6 * lost_ms), lose)
+        llm.engine.observe(events.append)
+        arrivals = [round(1e6 * ms) for ms in TWO_BURSTS_MS]
+        outputs = llm.generate(PROMPTS, TWO_BURSTS, keep_logits=True, arrivals_ns=arrivals)
+        llm.run(settled(llm.engine))
+        check_nothing_is_left(llm.engine)
+    assert digest(outputs) == digest(one_die(PROMPTS, TWO_BURSTS, "int8"))
+    return events
+
+
+def lives(events: list[Observed], te: str) -> list[str]:
+    return [event.life for event in events if isinstance(event, TEChanged) and event.te == te]
+
+
+def resumed(events: list[Observed]) -> list[tuple[str, ...]]:
+    return [event.resumed for event in events if isinstance(event, TEsWanted) and event.resumed]
+
+
+def test_a_te_that_drains_is_taken_back_when_more_are_wanted(tiny: TinyCheckpoint) -> None:
+    events = two_bursts(tiny, None, 0.0)
+    assert resumed(events) == [("te 1",)]
+    assert lives(events, "te 1")[:4] == ["loading", "ready", "draining", "ready"]
+    assert {event.te for event in events if isinstance(event, TEChanged)} == {"te", "te 1"}  # no other came
+    (wanted,) = (event for event in events if isinstance(event, TEsWanted) and event.resumed)
+    assert wanted.said == "2 TEs are wanted: load of a TE 1.25, above 0.8; te 1 stays"
+
+
+@pytest.mark.parametrize(
+    ("lost", "lost_ms", "stays", "ends"),
+    [
+        ("te 1", 22.0, [], ["draining", "lost"]),  # while it drains: another one comes
+        ("te 1", 30.5, [("te 1",)], ["draining", "ready", "lost"]),  # taken back before the loss is found
+        ("te", 25.0, [("te 1",)], ["draining", "ready"]),  # the only one that serves: at once
+    ],
+)
+def test_a_die_lost_before_a_te_is_taken_back_costs_no_bit(
+    tiny: TinyCheckpoint, lost: str, lost_ms: float, stays: list[tuple[str, ...]], ends: list[str]
+) -> None:
+    events = two_bursts(tiny, lost, lost_ms)
+    assert resumed(events) == stays
+    assert lives(events, "te 1")[2:5][: len(ends)] == ends
+    assert lives(events, lost)[-1] == "lost"
+
+
+# Prompts come faster than one TE computes them, 32 tokens a step: the last request's first token takes 7.8 ms
+# where that of the first takes 0.5, and load stays below `high`.
+LATE = (
+    *("scale.most=2", *QUICK[:3], "scale.down_s=1", "scheduler.route=sequences"),
+    *("scheduler.max_num_seqs=32", "scheduler.max_num_batched_tokens=32", "max_model_len=64"),
+)
+
+
+def wanted_by_level(bounds: tuple[str, ...]) -> list[TEsWanted]:
+    """Serve prompts that queue, with bounds on the times of requests, and return the AutoScaler's changes."""
+    arrivals = tuple(300_000 * number for number in range(len(PROMPTS)))
+    history = History("monolithic", (*LATE, *bounds), PROMPTS, PARAMS, arrivals_ns=arrivals)
+    run = serve(history, hears=(TEsWanted,))
+    assert run.digest == digest(one_die(PROMPTS, PARAMS, "int8"))
+    return run.of(TEsWanted)
+
+
+@pytest.mark.parametrize("bounds", [("scale.ttft_s=0.002",), ("scale.tpot_s=0.0004",)])
+def test_a_te_comes_for_late_requests_though_load_is_not_high(bounds: tuple[str, ...]) -> None:
+    (wanted,) = wanted_by_level(bounds)
+    assert wanted.num_tes == 2
+    assert wanted.reason.startswith("requests are late")
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        (),
+        ("scale.ttft_s=1", "scale.tpot_s=1"),  # all are in time
+        ("scale.ttft_s=0.00001",),  # an idle TE would be as late
+        ("scale.ttft_s=0.002", "scale.within=0.0"),  # late requests are permitted
+    ],
+)
+def test_no_te_comes_for_requests_that_it_would_not_help(bounds: tuple[str, ...]) -> None:
+    assert not wanted_by_level(bounds)
+
+
+def test_a_request_that_waited_for_the_first_te_brings_no_second_one(tiny: TinyCheckpoint) -> None:
+    """Its first token is late because there was no TE, not because there were too few."""
+    wanted: list[int] = []
+    settings = [*FROM_NONE[:2], "scale.warm=0", "scale.down_s=0.002", *QUICK[:3], "scale.ttft_s=0.002"]
+    with LLM(tiny, "monolithic", overrides=settings) as llm:
+        llm.generate(PROMPTS[:1], PARAMS)
+        llm.engine.observe(
+            lambda event: wanted.append(event.num_tes) if isinstance(event, TEsWanted) else None
+        )
+        later = 10**8
+        for output in llm.generate(PROMPTS[1:3], PARAMS, arrivals_ns=[later, later + 5 * 10**7]):
+            assert output.metrics.ttft_ns > 2_000_000
+    assert wanted
+    assert max(wanted) == 1
+
+
+# TEs of each role have one die; prompts come every 0.2 ms, and a last one after silence.
+APART = (*QUICK[:3], "prefill.dies=1", "decode.dies=1", "scale.down_s=0.01", "max_model_len=128")
+APART_NS = (*(200_000 * number for number in range(len(PROMPTS) - 1)), 300_000_000)
+
+
+def wanted_apart(max_tokens: int, *settings: str) -> dict[str, list[int]]:
+    """Serve prompts by TEs of two roles, check every token, and return how many TEs of each were wanted."""
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.7, seed=3, ignore_eos=True)
+    history = History("pd", (*APART, *settings), PROMPTS, params, arrivals_ns=APART_NS)
+    run = serve(history, hears=(TEsWanted,))
+    assert run.digest == digest(one_die(PROMPTS, params, "int8"))
+    found: dict[str, list[int]] = {"prefill": [], "decode": []}
+    for wanted in run.of(TEsWanted):
+        found[wanted.role].append(wanted.num_tes)
+    return found
+
+
+def test_prefill_and_decode_follow_their_own_load() -> None:
+    few_places = "prefill.max_num_seqs=6", "decode.max_num_seqs=32"
+    by_prompts = wanted_apart(2, "scale.most=3", *few_places)
+    assert max(by_prompts["prefill"]) == 3
+    assert by_prompts["prefill"][-1] == 1
+    assert not by_prompts["decode"]
+    by_answers = wanted_apart(30, "scale.most=3", "prefill.max_num_seqs=64", "decode.max_num_seqs=6")
+    assert max(by_answers["decode"]) == 3
+    assert by_answers["decode"][-1] == 1
+    assert not by_answers["prefill"]
+
+
+def test_each_role_has_bounds_of_its_own() -> None:
+    few_places = "prefill.max_num_seqs=6", "decode.max_num_seqs=6"
+    settings = "scale.most=3", "scale.prefill.most=2", "scale.decode.least=2", "scale.decode.warm=1"
+    found = wanted_apart(30, *settings, *few_places)
+    assert max(found["prefill"]) == 2
+    assert max(found["decode"]) == 3
+    assert min(found["decode"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("bound", "role"), [("scale.ttft_s=0.006", "prefill"), ("scale.tpot_s=0.0004", "decode")]
+)
+def test_the_first_token_is_a_matter_of_prefill_and_others_of_decode(bound: str, role: str) -> None:
+    many_places = "prefill.max_num_seqs=64", "decode.max_num_seqs=64", "prefill.max_num_batched_tokens=64"
+    assert not any(wanted_apart(8, "scale.most=2", *many_places).values())
+    found = wanted_apart(8, "scale.most=2", *many_places, bound)
+    assert [each for each in found if found[each]] == [role]
+
+
+@pytest.mark.thin(4)
+@pytest.mark.parametrize("seed", range(12))
+def test_dies_lost_while_tes_of_two_roles_come_and_go_cost_no_bit(tiny: TinyCheckpoint, seed: int) -> None:
+    drawn = random.Random(seed)
+    arrivals = sorted(round(1e9 * drawn.choice([0.0, 0.01, 0.5, 0.503, 2.0]) + 1e5 * i) for i in range(20))
+    settings = [*APART, "scale.most=3", f"scale.warm={seed % 3}", "scheduler.max_num_seqs=4"]
+    settings += ["health.suspect_s=0.01", "health.lost_s=0.05"]
+    settings += ["recovery.failover=true"] * drawn.randrange(2) + ["transfer=layer"] * drawn.randrange(2)
+    settings += ["scheduler.admission=decode"] * drawn.randrange(2)
+    with LLM(tiny, "pd", overrides=settings) as llm:
+        pod = llm.engine.plan.pod
+
+        async def lose() -> None:
+            held = sorted(set(pod.holders) - pod.lost)
+            if held:
+                pod.break_die(drawn.choice(held))
+
+        for _ in range(4):
+            pod.clock.at(round(1e9 * drawn.choice([0.0, 0.01, 0.5, 2.0]) + drawn.uniform(0, 1e7)), lose)
+        outputs = llm.generate(PROMPTS, PARAMS, keep_logits=True, arrivals_ns=arrivals)
+        llm.run(settled(llm.engine))
+        check_nothing_is_left(llm.engine)
+    assert digest(outputs) == digest(one_die(PROMPTS, PARAMS, "int8"))
+
+
 def test_without_room_for_a_te_requests_that_wait_end_with_the_reason(
     tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,10 +320,23 @@ def test_an_engine_that_ends_while_tes_are_on_their_way_gives_their_dies_back(ti
 @pytest.mark.parametrize(
     ("deployment", "settings", "words"),
     [
-        ("pd", ["scale.least=1"], "scale is for TEs of one kind that do both prefill and decode"),
+        ("transformerless", ["scale.least=1"], "scale is for pd, and for TEs of one kind that do both"),
+        (
+            "pd",
+            ["scale.least=0"],
+            "scale.least must be at least 1 where prefill and decode are apart, found 0",
+        ),
+        ("pd", ["scale.least=1", "prefill.hardware=910b"], "no prefill TE can come on 910b dies"),
+        ("pd", ["scale.prefill.least=3", "scale.most=2"], "0 <= least <= most <= 4096, found 3 and 2"),
+        (
+            "monolithic",
+            ["scale.prefill.most=3"],
+            "scale.prefill is for pods whose prefill has TEs of its own",
+        ),
         ("monolithic", ["scale.least=3", "scale.most=2"], "scale: 0 <= least <= most <= 4096, found 3 and 2"),
         ("monolithic", ["scale.least=0", "scale.most=0"], "scale: most must be at least 1, found 0"),
         ("monolithic", ["scale.warm=-1"], "scale.warm must be 0 or more, found -1"),
+        ("monolithic", ["scale.ttft_s=0"], "scale.ttft_s must be more than 0, found 0"),
     ],
 )
 def test_what_cannot_be_is_refused(deployment: str, settings: list[str], words: str) -> None:

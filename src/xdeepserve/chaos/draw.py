@@ -52,8 +52,10 @@ POOL_PARTS: Sequence[tuple[Place, int]] = (
 NUM_PAGES = 40  # that the memory of any die has: metadata, weights
 WITH_KV = ("weights/norm", "weights/layers.0.wo", "sampled/0", "num_accepted/0", "hidden", "block_tables")
 FAILOVER = ("recovery.failover=true", "recovery.max_restarts=9")
-ELASTIC = ("scale.least=0", "scale.most=3", "scale.warm=3", "scale.every_s=0.002", "scale.up_s=0.001")
-CALM = ("scale.calm_s=0.005", "scale.down_s=0.004")
+ELASTIC = (
+    *("scale.most=3", "scale.warm=3", "scale.every_s=0.002", "scale.up_s=0.001"),
+    *("scale.calm_s=0.005", "scale.down_s=0.004"),
+)
 PEERS = ("cache.peers=true", "cache.load=always", "scheduler.hint_age_ms=0.001")
 KNOBS: Sequence[tuple[str, ...]] = (
     ("mtp=1",),
@@ -99,8 +101,8 @@ def draw(seed: int, deployments: Sequence[str], config: ModelConfig) -> FaultSch
     if rng.random() < 0.3:
         settings += (*FAILOVER, f"recovery.spare_dies={rng.choice((0, 0, 1, 3))}")
     rng = random.Random(f"chaos scale {seed}")
-    if rng.random() < 0.3 and deployment in ("monolithic", "colocated", "moe-attention"):
-        settings += (*ELASTIC, *CALM)
+    if rng.random() < 0.3 and deployment in ("monolithic", "colocated", "moe-attention", "pd"):
+        settings += (f"scale.least={int(deployment == 'pd')}", *ELASTIC)
     rng = random.Random(f"chaos peers {seed}")
     if rng.random() < 0.4 and pool == "none":
         settings += (*PEERS, f"scheduler.route={rng.choice(('round-robin', 'sequences'))}")

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import msgspec
 
 from xdeepserve.engine.balance.auto_scaler import ScaleLook, ScaleState, ScalingPolicy
+from xdeepserve.engine.balance.service_level import ServiceLevel
 from xdeepserve.engine.deploy.policies import SCALING
 from xdeepserve.engine.deploy.scale_bounds import ScaleBounds
 from xdeepserve.platform.fleet import Fleet
 from xdeepserve.platform.fleet_words import FleetTE, ServedRequest
 from xdeepserve.platform.scale_up import ScaleUp
-from xdeepserve.platform.service_report import Bounds, is_within
+from xdeepserve.platform.service_report import Bounds
 from xdeepserve.prices.step_price import StepCounts
 
 # Pre-warmed TEs of a fleet: pods with processes that run and have no model yet (DeepServe 6.1).
@@ -112,7 +114,7 @@ class FleetScaler:
         self._coming: dict[int, bool] = {}  # tickets of TEs on their way: whether they are pre-warmed ones
         self._tickets = 0
         self._draining: dict[int, None] = {}
-        self._ended = self._missed = 0  # since the last look
+        self._level = ServiceLevel(1e9 * service.ttft_s, 1e6 * service.tpot_ms)
         self._prefills: deque[tuple[float, float]] = deque([(0.0, 0.0)])  # when, time for prompts till then
         fleet.on_end = self._heard
         fleet.at(0.0, self._look)
@@ -129,11 +131,8 @@ class FleetScaler:
 
     def _heard(self, served: ServedRequest) -> None:
         each = served.outcome()
-        self._ended += 1
-        if is_within(each, self.service):
-            return
-        alone = alone_ns(self.fleet, served.te, served.num_prompt)
-        self._missed += alone <= 1e9 * self.service.ttft_s
+        alone = partial(alone_ns, self.fleet, served.te, served.num_prompt)
+        self._level.hear(each.ttft_ns, each.tpot_ns, alone)
 
     def _look(self) -> None:
         fleet = self.fleet
@@ -145,8 +144,7 @@ class FleetScaler:
         load = max(
             self._prefill_share(), sum(load_of(fleet, te, 1e9 * self.service.ttft_s) for te in fleet.serving)
         )
-        missed = self._missed / self._ended if self._ended else None
-        self._ended = self._missed = 0
+        missed = self._level.take_share()
         seen = ScaleLook(fleet.now / 1e9, load, len(fleet.serving), len(self._coming), missed)
         before, self.state = self.state, self._next(self.state, seen, self.bounds)
         more = self.state.wanted - seen.serving - seen.coming

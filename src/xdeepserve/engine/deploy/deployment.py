@@ -461,12 +461,34 @@ class PipelineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = False
 
 
+class RoleScale(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Numbers of TEs of a role, where they differ from those of `[scale]`."""
+
+    least: Annotated[Count | None, "as scale.least, of TEs of this role alone"] = None
+    most: Annotated[Count | None, "as scale.most, of TEs of this role alone"] = None
+    warm: Annotated[Natural | None, "as scale.warm, of TEs of this role alone"] = None
+
+
 class ScaleConfig(ScaleBounds, frozen=True, forbid_unknown_fields=True):
-    """TEs that come and go as load does (DeepServe 6), where TEs do both prefill and decode."""
+    """TEs that come and go as load does (DeepServe 6), in `pd` those of each role by their own load."""
 
     FEWEST: ClassVar[int] = 0
 
     warm: Annotated[Natural, "TEs that are pre-warmed: dies and processes, without weights"] = 0
+    ttft_s: Annotated[Positive | None, "bound of TTFT, the time to the first token; by default none"] = None
+    tpot_s: Annotated[Positive | None, "bound of TPOT, the time per further token; by default none"] = None
+    prefill: RoleScale | None = None
+    decode: RoleScale | None = None
+
+    def of(self, role: Role) -> ScaleConfig:
+        """Return the settings for TEs of a role. TTFT is a matter of prefill, TPOT of decode."""
+        if role == "both":
+            return self
+        own = {} if (given := getattr(self, role)) is None else msgspec.structs.asdict(given)
+        other = "tpot_s" if role == "prefill" else "ttft_s"
+        return msgspec.structs.replace(
+            self, **{name: value for name, value in own.items() if value is not None}, **{other: None}
+        )
 
 
 class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -58,6 +58,8 @@ ONLY = (
     Only("transfer_over", has_prefill, PREFILL),
     Only("execution.prefill", has_prefill, PREFILL),
     Only("execution.decode", has_prefill, PREFILL),
+    Only("scale.prefill", has_prefill, PREFILL),
+    Only("scale.decode", has_prefill, PREFILL),
     Only("experts.counts", has_services, SERVICES),
     Only(
         "experts.copies",

@@ -20,16 +20,12 @@ class ScaleBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     low: Annotated[float, "a TE goes if the others then have at most this load"] = 0.4
     aim: Annotated[float, "load of a TE after others have come"] = 0.5
     high: Annotated[float, "load of a TE above which more TEs come"] = 0.8
-    within: Annotated[float, "share of requests that are to keep their bounds; of replay --cluster alone"] = (
-        0.9
-    )
+    within: Annotated[float, "share of requests that are to keep their bounds of TTFT and TPOT"] = 0.9
     every_s: Annotated[float, "between two looks"] = 1.0
     up_s: Annotated[float, "so long load is high, or the level missed, before more TEs come"] = 2.0
     down_s: Annotated[float, "so long load is as low as it has to be before a TE goes"] = 60.0
     calm_s: Annotated[float, "after a change, before another"] = 10.0
-    forget_s: Annotated[float, "so long it counts that the level was missed; of replay --cluster alone"] = (
-        600.0
-    )
+    forget_s: Annotated[float, "so long it counts that the level was missed"] = 600.0
     policy: Annotated[Scaling, SCALING.meaning] = "load"
 
     def wrong(self) -> list[str]:

@@ -340,15 +340,24 @@ class ReplicasChanged(Observed, frozen=True):
 
 
 class TEsWanted(Observed, frozen=True):
-    """The AutoScaler wants another number of TEs than there are, or one that should have come could not."""
+    """The AutoScaler wants another number of TEs of a role than there are, or one that should have come could
+    not.
+
+    `resumed` names TEs that were leaving and now stay, in the place of TEs that would have to come.
+    """
 
     kind: ClassVar[str] = "scale"
     num_tes: int
     reason: str
+    resumed: tuple[str, ...] = ()
+    role: str = "both"
 
     @property
     def said(self) -> str:
-        return f"{'one TE is' if self.num_tes == 1 else f'{self.num_tes} TEs are'} wanted: {self.reason}"
+        stay = f"; {', '.join(self.resumed)} {'stays' if len(self.resumed) == 1 else 'stay'}"
+        kind = "TE" if self.role == "both" else f"{self.role} TE"
+        count = f"one {kind} is" if self.num_tes == 1 else f"{self.num_tes} {kind}s are"
+        return f"{count} wanted: {self.reason}{stay if self.resumed else ''}"
 
 
 class FailoverEnded(Observed, frozen=True):

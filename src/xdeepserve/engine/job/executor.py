@@ -74,13 +74,14 @@ class Unplaced:
 
     def __init__(self) -> None:
         self.is_awaited = self.is_elastic = False
-        self.on_take: Callable[[], None] = lambda: None
+        self.on_take: list[Callable[[], None]] = []
         self._requests: list[tuple[list[Sequence], Role | None]] = []
 
     def take(self, seqs: Seq[Sequence], role: Role | None) -> None:
         """Queue the choices of a request, or its remaining ones."""
         self._requests.append((list(seqs), role))
-        self.on_take()
+        for tell in self.on_take:
+            tell()
 
     @property
     def is_open(self) -> bool:

@@ -123,8 +123,8 @@ class Engine:
         for outside in self.plan.outside:
             await outside.start(self._hear)
         self._group.control_plane.start()
-        if self._group.elastic is not None:
-            self._group.elastic.start()
+        for elastic in self._group.scalers:
+            elastic.start()
         if (period_s := self.plan.deployment.health.link_probe_s) is not None:
             self.je.probe_links(round(1e9 * period_s))
         if self._warms_up:
@@ -451,6 +451,9 @@ class Engine:
     def finished(self, request: Request) -> None:
         """Forget a finished request, all choices of which have ended; their schedulers remove the
         sequences."""
+        for elastic in self._group.scalers:  # the first choice stands for all: they step side by side
+            first = request.sequences[0]
+            elastic.hear(request.outputs[0].metrics(first), first.num_prompt)
         for seq in request.sequences:
             self.je.forget(seq)
         self._requests.pop(request.request_id, None)

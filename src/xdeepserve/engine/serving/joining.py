@@ -40,7 +40,7 @@ class Joining:
     ) -> None:
         self._plan, self._je, self._make, self._on_joined = plan, je, make, on_joined
         self.loading: list[TE] = []
-        self.warm: list[TE] = []  # pre-warmed, the next to come first
+        self.warm: list[TE] = []  # pre-warmed, the next to come of each role first
         self._processes: list[asyncio.Task[str]] = []
         self._end: str | None = None  # why nobody can join any more
 
@@ -92,6 +92,10 @@ class Joining:
             self._plan.release(plan)
             raise
 
+    def warm_of(self, role: Role) -> list[TE]:
+        """List the pre-warmed TEs of a role, the next to come first."""
+        return [te for te in self.warm if te.sizes.place.role == role]
+
     def release_warm(self) -> None:
         """Give back the dies of TEs that are pre-warmed."""
         warm, self.warm = self.warm, []
@@ -109,8 +113,10 @@ class Joining:
 
     async def _join(self, role: Role, source: Source, dies: list[int] | None, kept: KeptKV | None) -> str:
         te: TE | None = None
-        if dies is None and self.warm:
-            te = self.warm.pop(0)
+        warm = [] if dies is not None else self.warm_of(role)
+        if warm:
+            te = warm[0]
+            self.warm.remove(te)
             plan = te.plan
         else:
             plan = self._plan.add(role, dies)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from xdeepserve.engine.build import PodPlan
+from xdeepserve.engine.deploy.deployment import Role
 from xdeepserve.engine.dp.events import DiesLost, DiesTested, FailoverEnded, named
 from xdeepserve.engine.job.executor import JobExecutor, can_serve
 from xdeepserve.engine.recovery.ladder import (
@@ -57,6 +58,7 @@ class TEGroup:
         self.lost: dict[str, XDeepServeError] = {}  # TEs that have failed while others went on, and why
         self._lost_health: list[tuple[TEPlan, TEHealth]] = []
         self._leaving: list[asyncio.Task[None]] = []
+        self._departures: dict[str, asyncio.Task[None]] = {}  # by TE: these end when it has left
         self._moving: list[asyncio.Task[Any]] = []  # expert servers that come and go
         self._end: str | None = None  # why nobody can join, or leave, any more
         recovery, lost_ns = plan.deployment.recovery, plan.tes[0].sizes.groups.lost_ns
@@ -69,7 +71,10 @@ class TEGroup:
             je.tes.append(self._make(te))
         self.control_plane = ControlPlane(plan.pod, plan.deployment.health, lambda: je.tes, self.fail)
         scale = plan.deployment.scale
-        self.elastic = None if scale is None else Elastic(plan.pod.clock, je, self, scale, self.fail)
+        self.scalers: list[Elastic] = []  # one for each role, where TEs come and go as load does
+        if scale is not None:
+            for role in dict.fromkeys(te.sizes.place.role for te in plan.tes):
+                self.scalers.append(Elastic(plan.pod.clock, je, self, scale.of(role), self.fail, role))
         plan.pod.memories.on_silence[self] = self._find_lost
         plan.pod.fabric.on_report[self] = self._hear_report
 
@@ -240,8 +245,8 @@ class TEGroup:
         self.control_plane.end()
         self.end("the engine has been stopped")
         under_way = [*self.joining.processes, *self._leaving, *self._moving]
-        if self.elastic is not None:
-            under_way += self.elastic.processes
+        for elastic in self.scalers:
+            under_way += elastic.processes
         await asyncio.gather(*under_way, return_exceptions=True)
         self.joining.release_warm()
         self._plan.pod.memories.on_silence.pop(self, None)
@@ -249,28 +254,39 @@ class TEGroup:
 
     # ---- TEs that come and go as load does ----------------------------------------------------------
 
-    @property
-    def num_warm(self) -> int:
-        """Number of pre-warmed TEs, which further TEs adopt."""
-        return len(self.joining.warm)
+    def num_warm(self, role: Role) -> int:
+        """Return the number of pre-warmed TEs of a role, which further TEs adopt."""
+        return len(self.joining.warm_of(role))
 
-    async def prewarm(self) -> None:
+    async def prewarm(self, role: Role) -> None:
         """Prepare a TE without weights, which the next one to come adopts; from within a process."""
-        self.joining.prewarm("both")
+        self.joining.prewarm(role)
 
-    async def bring(self) -> str:
+    async def bring(self, role: Role) -> str:
         """Bring a TE, a pre-warmed one if there is one, and return its name; from within a process."""
-        return await self.joining.join("both")
+        return await self.joining.join(role)
 
     async def send_away(self, name: str) -> None:
         """Have a TE leave when its work has ended; from within a process."""
         await self.part_with(name, moves_out=False)
 
+    def can_resume(self, name: str) -> bool:
+        """Whether a TE that has been sent away has work left, so that it can still be taken back."""
+        return name in self._departures and any(te.plan.name == name and te.can_resume for te in self._je.tes)
+
+    def resume(self, name: str) -> None:
+        """Take a TE back that has been sent away: it serves new requests at once, and `send_away` returns."""
+        te = next(te for te in self._je.tes if te.plan.name == name)
+        te.resume()
+        self._departures.pop(name).cancel()
+        self._je.admission.look()
+        self._je.place_waiting()
+
     def end(self, why: str) -> None:
         """Forbid joining and leaving; calls that wait for an expert server's move fail with `why`."""
         self._end = self._end or why
-        if self.elastic is not None:
-            self.elastic.end()
+        for elastic in self.scalers:
+            elastic.end()
         self.joining.end(why)
         for moving in self._moving:
             moving.cancel()
@@ -303,7 +319,12 @@ class TEGroup:
 
     async def _leave(self, te: TE) -> None:
         self._je.lead_away(te)
-        await self._plan.pod.clock.spawn(te.leave(), name=f"leave {te.sizes.place.name}")
+        clock, name = self._plan.pod.clock, te.sizes.place.name
+        self._departures[name] = departure = clock.spawn(te.leave(), name=f"leave {name}")
+        await clock.until_ended(departure)
+        if departure.cancelled():
+            return  # the TE has been taken back
+        del self._departures[name]
         if te.life != "gone":
             why = self.lost.get(te.sizes.place.name) or self._end or "all TEs are started anew"
             raise XDeepServeError(f"TE {te.sizes.place.name} was lost before it had left: {why}")

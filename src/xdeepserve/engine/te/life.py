@@ -22,6 +22,7 @@ LIVES: dict[tuple[Life, str], Life] = {
     ("loading", "stop"): "gone",  # they do not come
     ("ready", "drain"): "draining",
     ("ready", "lose"): "lost",
+    ("draining", "resume"): "ready",
     ("draining", "lose"): "lost",
     ("draining", "stop"): "gone",
     ("ready", "stop"): "gone",  # it did not hear of the end in time

@@ -340,6 +340,16 @@ class TE:
         self.lifetime.moves_out = moves_out
         self.wake()
 
+    @property
+    def can_resume(self) -> bool:
+        """Whether the TE drains and its loop still runs, so that it can take new work again."""
+        return self.life == "draining" and not self._loop.done()
+
+    def resume(self) -> None:
+        """Take new work again instead of leaving. The caller ends the process that runs `leave`."""
+        self.lifetime.follow("resume")
+        self.wake()
+
     async def leave(self) -> None:
         """End every task of a draining TE, from within a process, and give dies and memory back.
 
