@@ -61,6 +61,9 @@ def test_prompts_wait_at_a_load_and_less_with_prefixes_cached(tes: list[FleetTE]
     loaded = production.mean_ttft_ms(production.serve(tes, 1000.0))
     cached = production.mean_ttft_ms(production.serve(tes, 1000.0, cached=0.8))
     assert quiet < cached < loaded
+    alone = [production.mean_ttft_ms(production.serve(tes, production.QUIET, share)) for share in (0.5, 0.98)]
+    assert alone[0] < 0.75 * quiet  # what is cached is not computed
+    assert alone[1] < 0.2 * quiet
     enough = production.mean_ttft_ms(production.serve(tes, 1000.0, cached=0.97))
     share = production.cached_share(tes, 1000.0, enough)
     assert share <= 0.97

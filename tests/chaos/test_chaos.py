@@ -110,7 +110,7 @@ RECOVERED = {  # bugs that steps run again have found; nobody may fail of these
         ("scheduler.max_num_seqs=3", "attention.dies=2", "experts.copies=1", "execution.overlap=true"),
         seed=4003245,
         num_requests=4,
-        faults=(Fault(3356.294, 1, "lost"), Fault(40376.864, 5, "bad-page", page=29)),
+        faults=(Fault(3000.3, 1, "lost"), Fault(30000.9, 5, "bad-page", page=29)),
     ),
     "an expert die whose kernels had all failed was over for its program": FaultSchedule(
         "moe-attention",
@@ -124,7 +124,7 @@ RECOVERED = {  # bugs that steps run again have found; nobody may fail of these
         (*SMALL, "execution.overlap=true", "cache.num_blocks=8", "cache.num_host_blocks=8"),
         seed=69,
         num_requests=5,
-        faults=(Fault(10589.9, 0, "glitch", code="vector-core-exception"),),
+        faults=(Fault(8760.9, 0, "glitch", code="vector-core-exception"),),
     ),
     "an error code took the place of the call back, just before that was heard": FaultSchedule(
         "moe-attention",

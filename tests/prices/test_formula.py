@@ -220,7 +220,7 @@ def test_prefill_takes_what_its_formula_says(prompt: int) -> None:
     cost, preset = PrefillCost(model.config, prompt=prompt), resolve("cloudmatrix384")
     for microbatches in (1, 2):
         te = msgspec.structs.replace(
-            production.prefill_te(preset),
+            production.prefill_te(model, preset),
             mtp=0,
             pipeline=PipelineConfig(
                 microbatches=microbatches, overlap="engines" if microbatches > 1 else None

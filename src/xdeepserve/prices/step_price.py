@@ -134,12 +134,13 @@ def priced(
     few = [count for count in rows if count < num_groups]
     all_rows = [count for count in rows if count < most] + [most]
     sample = SAMPLE * (deployment.tp or 1)
+    can_sample = sample < groups.num_dies and not plan.tes[0].sizes.experts.has_slots
 
     def step(filled: tuple[int, int]) -> DecodeRun:
         """Run a step in which the first `count` DP groups have a prompt of `rows` rows."""
         count, rows = filled
         given, of_dies = deployment, None
-        if count == num_groups and rows * count >= num_experts and sample < groups.num_dies:
+        if count == num_groups and rows * count >= num_experts and can_sample:
             given, of_dies = msgspec.structs.replace(deployment, dies=sample), groups.num_dies
         shares = [StepShare(0, rows)]
         timing = TimingConfig(of_dies=of_dies)

@@ -24,7 +24,8 @@ from xdeepserve.bench.papers.sizes import DIES_PER_CHIP, MODEL
 from xdeepserve.bench.papers.superpod import XDS_ACCEPTANCE, gap_ms
 from xdeepserve.bench.report import Row, published
 from xdeepserve.comm.cost import OPS
-from xdeepserve.engine.deploy.deployment import Deployment, ExecutionConfig
+from xdeepserve.engine.deploy.deployment import Deployment, ExecutionConfig, ExpertConfig
+from xdeepserve.engine.deploy.fitting import fit
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.model.checkpoint import Checkpoint
@@ -86,8 +87,8 @@ def of_pod(model: Checkpoint, deployment: Deployment, tpot_ms: float, ttft_ms: f
 
 
 def decode_load(model: Checkpoint, deployment: Deployment, tpot_ms: float) -> tuple[int, float]:
-    """Find the requests of a decode die with which TPOT [ms] comes nearest to a value, and that TPOT. The
-    mean request is half way through its answer."""
+    """Find the requests of a decode die, of those that a deployment takes, with which TPOT [ms] comes nearest
+    to a value, and that TPOT. The mean request is half way through its answer."""
     decode = deployment.decode
     assert decode is not None
     most = decode.max_num_seqs or deployment.scheduler.max_num_seqs
@@ -110,7 +111,7 @@ def decode_load(model: Checkpoint, deployment: Deployment, tpot_ms: float) -> tu
 
 def prefill_tes(model: Checkpoint, deployment: Deployment) -> list[FleetTE]:
     """Make the prefill TEs of a `pd` deployment, with prices of steps. What launches cost is not in them."""
-    alone, cache = prefill_te(deployment), deployment.cache
+    alone, cache = prefill_te(model, deployment), deployment.cache
     assert deployment.prefill is not None
     assert cache.num_blocks is not None
     execution = (deployment.execution or ExecutionConfig()).for_role("prefill")
@@ -122,7 +123,7 @@ def prefill_tes(model: Checkpoint, deployment: Deployment) -> list[FleetTE]:
     return [FleetTE(f"prefill {number}", price, limits, role="prefill") for number in range(count)]
 
 
-def prefill_te(deployment: Deployment) -> Deployment:
+def prefill_te(model: Checkpoint, deployment: Deployment) -> Deployment:
     """Make the deployment of one prefill TE by itself, without its launches."""
     te = deployment.prefill
     assert te is not None
@@ -130,6 +131,10 @@ def prefill_te(deployment: Deployment) -> Deployment:
         deployment.scheduler,
         max_num_seqs=te.max_num_seqs or deployment.scheduler.max_num_seqs,
         max_num_batched_tokens=te.max_num_batched_tokens or deployment.scheduler.max_num_batched_tokens,
+    )
+    slots = fit(deployment, model.config, is_timing_only=True)[0].experts.redundant_of[0]
+    experts = msgspec.structs.replace(
+        deployment.experts or ExpertConfig(), redundant_slots=slots, experts_per_die=None
     )
     return Deployment(
         name="prefill",
@@ -139,6 +144,7 @@ def prefill_te(deployment: Deployment) -> Deployment:
         tp_mode=te.tp_mode,
         mtp=deployment.mtp,
         exchange=deployment.exchange,
+        experts=experts,
         prefill_attention=deployment.prefill_attention,
         scheduler=scheduler,
         cache=deployment.cache,
@@ -152,7 +158,7 @@ def parts_ms(model: Checkpoint, deployment: Deployment, prompt: int = MEAN_PROMP
     Only the dies of its DP group have rows, and all dies exchange and have experts, so the exchanges are what
     is neither a stage nor a collective of that group, nor experts.
     """
-    te = prefill_te(deployment)
+    te = prefill_te(model, deployment)
     most, parts = te.scheduler.max_num_batched_tokens, dict.fromkeys((*PARTS, "exchanges"), 0.0)
     groups = (te.dies or 1) // (te.tp or 1)
     for before in range(0, prompt, most):
@@ -189,7 +195,7 @@ class CachedShare:
 def serve(tes: Sequence[FleetTE], rate: float, cached: float = 0.0) -> list[ServedRequest]:
     """Prefill prompts that arrive by Poisson, `rate` a second, with a share of each one cached."""
     fleet = Fleet(tes, "cost")
-    fleet.pool = CachedShare(cached)
+    fleet.share(CachedShare(cached))
     return fleet.run(prompts(rate, tes[0].limits.block))
 
 
