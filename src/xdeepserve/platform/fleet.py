@@ -92,7 +92,8 @@ class Fleet:
         self.on_end: Callable[[ServedRequest], None] = lambda each: None
         self.on_arrive: Callable[[TracedRequest], None] = lambda each: None
         self.pool: Pool | None = None
-        self._computing: dict[int, None] = {}  # TEs whose queues become shorter in their steps under way
+        # TEs whose queues become shorter in their steps under way, and times before which they do not.
+        self._computing: dict[int, float] = {}
         self._changed: dict[int, None] = {}  # steppers that the job executor has to look at
         for te in tes:
             self.join(te)
@@ -415,7 +416,7 @@ class Fleet:
         known.queued[te] = stepper.queued / stepper.price.num_groups
         self._computing.pop(te, None)
         if stepper.computes_chunks:
-            self._computing[te] = None
+            self._computing[te] = self.now
         known.has_long[te], known.has_short[te] = stepper.num_long > 0, stepper.num_short > 0
         known.sequences[te] = sum(half.num_tasks for half in halves)
         known.kv_load[te] = max(half.kv_load for half in halves)
@@ -433,9 +434,11 @@ class Fleet:
         for te, num_blocks in found.items():
             tokens = num_blocks * self.tes[te].limits.block
             known.cached[te] = min(tokens, request.input_length - 1)
-        for te in self._computing:
-            stepper = self.steppers[self._fronts[te]]
-            known.queued[te] = stepper.queued_at(self.now) / stepper.price.num_groups
+        for te, changes_ns in self._computing.items():
+            if changes_ns <= self.now:
+                stepper = self.steppers[self._fronts[te]]
+                queued, self._computing[te] = stepper.queued_at(self.now)
+                known.queued[te] = queued / stepper.price.num_groups
         predicted = self.predict(request)
         asked = RoutedRequest(number, request.input_length, predicted)
         if self._takes.all():

@@ -425,18 +425,20 @@ class StepTE:
         """Whether steps under way compute parts of prompts, so that `queued_at` falls as time passes."""
         return any(group.load.chunk is not None for group in self._under_way.values())
 
-    def queued_at(self, now: float) -> float:
-        """Return the prefill cost of all that the TE has, after the steps that have ended by now."""
+    def queued_at(self, now: float) -> tuple[float, float]:
+        """Return the prefill cost of all that the TE has, after the steps that have ended by now, and a time
+        before which no other one ends."""
         ended, queued, now = 0, self._queued, now - self._first_tail
         if self._count and self._start + self._price <= now:
             ended = self._num_until(now)
             ended -= ended > 0 and self._start + self._elapsed(ended) > now
+        next_ns = self._start + self._elapsed(ended + 1) if ended < self._count else math.inf
         for group in self._under_way.values() if ended else ():
             if (chunk := group.load.chunk) is not None:
                 seq, computed = chunk.seq, chunk.start + (group.done + ended) * chunk.num_tokens
                 assert isinstance(seq, TracedSequence)
                 queued += whole_cost(seq.num_prompt - computed, computed) - seq.cost
-        return queued / WHOLE
+        return queued / WHOLE, next_ns
 
     def interrupt(self, now: float) -> None:
         """End the run with the step that is under way, because a request has come.
@@ -450,7 +452,12 @@ class StepTE:
 
     def _num_until(self, now: float) -> int:
         """Count the steps of the run up to the one that is under way now."""
-        count = min(self._count, max(1, math.ceil((now - self._start) / self._price)))
+        count, passed = 1, now - self._start
+        if passed > self._price:
+            # The root of elapsed(count) = passed, in the form that a slope of 0 has too; then no rounding.
+            first = self._price - self._slope / 2
+            count = math.ceil(2 * passed / (first + math.sqrt(first**2 + 2 * self._slope * passed)))
+            count = min(self._count, count)
         while count > 1 and self._start + self._elapsed(count - 1) >= now:
             count -= 1
         while count < self._count and self._start + self._elapsed(count) < now:
