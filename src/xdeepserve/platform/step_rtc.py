@@ -16,9 +16,9 @@ from xdeepserve.platform.traced_tokens import TracedTokens
 
 
 class StepRTC(RTC):
-    """RTC without host DRAM that evicts by LRU; `tell(node, has)` hears of cached blocks that come and go."""
+    """RTC without host DRAM that evicts by LRU; `tell(nodes, has)` hears of cached blocks that come and go."""
 
-    def __init__(self, num_blocks: int, block_size: int, tell: Callable[[Node, bool], None]) -> None:
+    def __init__(self, num_blocks: int, block_size: int, tell: Callable[[Sequence[Node], bool], None]) -> None:
         super().__init__(num_blocks, block_size)
         self.tell = tell
         self._idle: dict[int, Node] = {}  # by slot: cached, without a user; the first goes first

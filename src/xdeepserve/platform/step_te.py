@@ -147,7 +147,7 @@ class StepTE:
         self.coming = 0.0  # positions whose KV is on its way from TEs that prefill
         self.busy_ns = self.prefill_ns = 0.0  # in steps, and in those that have parts of prompts
         self.num_steps = 0
-        self.held = Counter[int]()  # DP groups that have a block of the trace, by its number
+        self.held: dict[int, int] = {}  # DP groups that have a block of the trace, by its number
         self._tasks: dict[int, TracedSequence] = {}  # by number
         self._first: list[TracedSequence] = []  # of the step that ends
         self._done: list[TracedSequence] = []
@@ -530,15 +530,18 @@ class StepTE:
 
     # ---- prefix caches ------------------------------------------------------------------------------
 
-    def _tell(self, node: Node, has: bool) -> None:
+    def _tell(self, nodes: Sequence[Node], has: bool) -> None:
         """Tell the job executor of a prompt's blocks that one DP group is the first to have, or the last."""
         held, changed = self.held, []
-        for block in blocks_ending_in(node.tokens):
-            held[block] += 1 if has else -1
-            if held[block] == has:
-                changed.append(block)
-                if not has:
+        for node in nodes:
+            for block in blocks_ending_in(node.tokens):
+                num = held.get(block, 0) + (1 if has else -1)
+                if num:
+                    held[block] = num
+                else:
                     del held[block]
+                if num == has:
+                    changed.append(block)
         if changed:
             self.tell(changed, has)
 

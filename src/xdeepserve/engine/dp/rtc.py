@@ -90,14 +90,14 @@ class RTC(BlockTable):
         Where the index already has a block of the same tokens, its content is equal to the bit. The holding
         then uses that block, and its own slot becomes free.
         """
-        parent = holding.nodes[-1] if holding.nodes else self.index.root
+        parent, new = holding.nodes[-1] if holding.nodes else self.index.root, []
         for block in range(len(holding.nodes), len(tokens) // self.block_size):
             node = self.index.child(parent, tokens[block * self.block_size : (block + 1) * self.block_size])
             slot = holding.slots[block]
             if node.slot is None:
                 node.slot = slot
                 self._node_of[slot] = node
-                self.tell(node, True)
+                new.append(node)
             elif node.slot != slot and node.is_ready and self._users[slot] == 1:
                 self._drop_user(slot)
                 self._users[node.slot] += 1
@@ -106,6 +106,8 @@ class RTC(BlockTable):
                 break  # its content is on its way, or this slot has a second user: keep a private copy
             holding.nodes.append(node)
             parent = node
+        if new:
+            self.tell(new, True)
         self._touch(holding.nodes)
 
     # ---- what comes from elsewhere, or goes there ----------------------------------------------------
@@ -130,7 +132,7 @@ class RTC(BlockTable):
         made sure that enough slots are available.
         """
         # All slots first: what is evicted for them may prune nodes, and would those that have no content yet.
-        slots = [self._take_slot() for _ in blocks]
+        slots = self._take_slots(len(blocks))
         slot_of, ticket, node = dict(zip(blocks, slots, strict=True)), self._new_ticket(), self.index.root
         for block in range(blocks[-1] + 1):
             node = self.index.child(node, tokens[block * self.block_size : (block + 1) * self.block_size])
@@ -177,7 +179,7 @@ class RTC(BlockTable):
         self.touch(nodes)
         for node in nodes:
             assert node.host_slot is not None
-            slot = self._take_slot()
+            (slot,) = self._take_slots(1)
             node.slot, node.is_loading = slot, True
             self._node_of[slot] = node
             self._busy[ticket].add(slot)
@@ -242,8 +244,7 @@ class RTC(BlockTable):
         if len(host_slots) > self.num_available:
             return None
         holding = Holding()
-        for _ in host_slots:
-            self.append_block(holding)
+        self._append_blocks(holding, len(host_slots))
         ticket = self._new_ticket()
         self._busy[ticket].update(holding.slots)
         copies = [
@@ -260,9 +261,10 @@ class RTC(BlockTable):
         spoilt = self._spoilt.pop(ticket, set())
         slots = (node.slot for node in self._arrivals.get(ticket, ()))
         self.miss(ticket, [slot for slot in slots if slot is not None and slot in spoilt])
-        for node in self._arrivals.pop(ticket, ()):
-            node.is_loading = False
-            self.tell(node, True)
+        if arrived := self._arrivals.pop(ticket, []):
+            for node in arrived:
+                node.is_loading = False
+            self.tell(arrived, True)
         for node in self._departures.pop(ticket, ()):
             node.is_saving = False
             if spoilt and node.host_slot is not None:
@@ -300,7 +302,7 @@ class RTC(BlockTable):
                 continue
             del self._node_of[slot]
             node.slot = None
-            self.tell(node, False)
+            self.tell([node], False)
             self.index.prune(node)
             if not self._users[slot] and not self._is_busy(slot):
                 self._free.append(slot)
