@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from xdeepserve.engine.dp.block_table import BlockTable, Holding
-from xdeepserve.engine.dp.prefix_index import EvictionPolicy, Node, lru
+from xdeepserve.engine.dp.prefix_index import BlockKey, EvictionPolicy, Node, lru
 from xdeepserve.engine.plans import BlockCopy
 from xdeepserve.errors import XDeepServeError
 
@@ -84,15 +84,22 @@ class RTC(BlockTable):
             holding.nodes.append(node)
         self._touch(nodes)
 
-    def publish(self, holding: Holding, tokens: Sequence[int]) -> None:
-        """Put the full blocks of computed `tokens` into the index, where other sequences find them.
+    def keys(self, tokens: Sequence[int], start: int, stop: int) -> Sequence[BlockKey]:
+        """Return what names the full blocks from `start` to `stop` of `tokens` in the index."""
+        size = self.block_size
+        return [tuple(tokens[block * size : (block + 1) * size]) for block in range(start, stop)]
+
+    def publish(self, holding: Holding, tokens: Sequence[int], num_computed: int | None = None) -> None:
+        """Put the full blocks of the first `num_computed` of `tokens`, by default of all, into the index,
+        where other sequences find them.
 
         Where the index already has a block of the same tokens, its content is equal to the bit. The holding
         then uses that block, and its own slot becomes free.
         """
         parent, new = holding.nodes[-1] if holding.nodes else self.index.root, []
-        for block in range(len(holding.nodes), len(tokens) // self.block_size):
-            node = self.index.child(parent, tokens[block * self.block_size : (block + 1) * self.block_size])
+        first, num_computed = len(holding.nodes), len(tokens) if num_computed is None else num_computed
+        for block, key in enumerate(self.keys(tokens, first, num_computed // self.block_size), first):
+            node = self.index.child(parent, key)
             slot = holding.slots[block]
             if node.slot is None:
                 node.slot = slot
@@ -117,9 +124,8 @@ class RTC(BlockTable):
         there."""
         node: Node | None = self.index.root
         missing = []
-        for block in range(stop):
-            piece = tuple(tokens[block * self.block_size : (block + 1) * self.block_size])
-            node = None if node is None else node.children.get(piece)
+        for block, key in enumerate(self.keys(tokens, 0, stop)):
+            node = None if node is None else node.children.get(key)
             if block >= start and (node is None or node.slot is None):
                 missing.append(block)
         return missing
@@ -134,8 +140,8 @@ class RTC(BlockTable):
         # All slots first: what is evicted for them may prune nodes, and would those that have no content yet.
         slots = self._take_slots(len(blocks))
         slot_of, ticket, node = dict(zip(blocks, slots, strict=True)), self._new_ticket(), self.index.root
-        for block in range(blocks[-1] + 1):
-            node = self.index.child(node, tokens[block * self.block_size : (block + 1) * self.block_size])
+        for block, key in enumerate(self.keys(tokens, 0, blocks[-1] + 1)):
+            node = self.index.child(node, key)
             slot = slot_of.get(block)
             if slot is not None:
                 node.slot, node.is_loading = slot, True
