@@ -257,7 +257,7 @@ class StepGroup(GroupBooks):
         assert step is not None
         if count:
             step.shares[:] = [self._advance(share, count) for share in step.shares]
-            self.scheduler.stats.rows_per_step[step.num_rows] += count
+            self.scheduler.stats.rows_per_step[self.load.rows] += count
             self._moved, self._status = num_steps, None
 
     def finish(self) -> None:

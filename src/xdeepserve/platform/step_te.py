@@ -170,6 +170,7 @@ class StepTE:
         self._exchanged = 0.0  # when they left it
         self._since = self._ended = 0.0  # the latest begin of a step, and end of a group's step
         self._before = lru_cache(maxsize=None)(price.ends.before)
+        self._tail = lru_cache(maxsize=None)(price.ends.tail)
         self._together = lru_cache(maxsize=None)(price.together)
 
     def _group(self, rank: GroupRank, sizes: StepSizes, log: EventLog) -> StepGroup:
@@ -340,17 +341,12 @@ class StepTE:
                 self._finish(group)
             if group.places.has_work and group.plan():
                 self._under_way[group.rank] = group
-                group.tail = self._tail(group.load)
+                group.tail = self._tail(group.load.rows, group.load.logits)
             for seq in group.places.running if self.prefills else ():
                 assert isinstance(seq, TracedSequence)
                 if seq.cost and seq.num_computed:
                     self._note_cost(seq, seq.num_computed)
         return group.step is not None
-
-    def _tail(self, load: StepLoad) -> float:
-        """Return the time of a group from a step's last exchange to its own end."""
-        ends = self.price.ends
-        return ends.after(load.rows) + (ends.sample(load.logits) if load.logits else 0.0)
 
     def _run(self) -> int:
         """Price the steps under way; return how many follow each other on a line of prices.
@@ -468,15 +464,16 @@ class StepTE:
         """Bring all groups to the last exchange of the run under way; from there on each ends its step
         alone."""
         self._exchanged = self._start + self._elapsed(self._count)
-        under_way = self._under_way.values()
         self.busy_ns += now - self._since
-        if any(group.load.prefills for group in under_way):
-            self.prefill_ns += now - self._since
         self.num_steps += self._count
-        for group in under_way:
+        prefills = False
+        for group in self._under_way.values():
             group.done += self._count - 1
             group.ahead = 1
-        self._ending = sorted(under_way, key=lambda group: (group.tail, group.rank))
+            prefills = prefills or group.load.prefills
+        if prefills:
+            self.prefill_ns += now - self._since
+        self._ending = sorted(self._under_way.values(), key=lambda group: (group.tail, group.rank))
         self._count = 0
 
     def _end(self, group: StepGroup) -> None:
@@ -501,7 +498,8 @@ class StepTE:
     @property
     def told_at(self) -> float:
         """Time of the next token that `take` has not told of: a first one, or a last one here."""
-        return min((seqs[0].told_ns for seqs in (self._first, self._done) if seqs), default=math.inf)
+        first, done = self._first, self._done
+        return min(first[0].told_ns if first else math.inf, done[0].told_ns if done else math.inf)
 
     def take(self, now: float) -> tuple[list[TracedSequence], list[TracedSequence]]:
         """Return the requests that have got a first token by now, and those that are finished here.

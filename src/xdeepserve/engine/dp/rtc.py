@@ -77,7 +77,7 @@ class RTC(BlockTable):
         """Start an empty holding with nodes that are ready in HBM."""
         for node in nodes:
             assert node.slot is not None
-            assert node.is_ready
+            assert not node.is_loading
             self._users[node.slot] += 1
             node.num_found += 1
             holding.slots.append(node.slot)
