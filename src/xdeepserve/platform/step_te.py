@@ -275,13 +275,13 @@ class StepTE:
     def _advance(self, seq: Seq, tokens: list[SampledToken]) -> bool:
         """Take new tokens of a sequence; return whether it has ended."""
         assert isinstance(seq, TracedSequence)
-        seq.told_ns = self._ended
-        if self.prefills and seq.num_generated == len(tokens):
+        seq.told_ns, num_generated = self._ended, seq.num_generated
+        if self.prefills and num_generated == len(tokens):
             self._first.append(seq)
             self._note_cost(seq, seq.num_prompt)
             self.num_long -= seq.is_long
             self.num_short -= not seq.is_long
-        is_over = seq.num_generated >= seq.max_tokens
+        is_over = num_generated >= seq.max_tokens
         if is_over or not self.decodes:
             self._done.append(seq)
         return is_over

@@ -167,7 +167,7 @@ class BlockTable:
         old = holding.slots[block_idx]
         if not self.is_shared(holding, block_idx):
             return None
-        (new,) = self._take_slots(1)
+        new = self._take_slot()
         self._users[new] = 1
         self._drop_user(old)
         holding.slots[block_idx] = new
@@ -209,8 +209,13 @@ class BlockTable:
         users, busy = self._users, set[int]().union(*self._busy.values())
         return (node for slot, node in self._node_of.items() if not users[slot] and slot not in busy)
 
+    def _take_slot(self) -> int:
+        """Take a free slot, or evict the cached block that the policy names. Raises XDeepServeError if there
+        is neither."""
+        return self._take_slots(1)[0]
+
     def _take_slots(self, count: int) -> list[int]:
-        """Take free slots, then those never used, then evict cached ones that the policy names. Raises
+        """Take `count` slots, free ones first; then evict the cached blocks that the policy names. Raises
         XDeepServeError if too few are available."""
         slots = [self._free.pop() for _ in range(min(count, len(self._free)))]
         fresh = min(count - len(slots), self.num_blocks - len(self._users))

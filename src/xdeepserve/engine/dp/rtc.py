@@ -85,7 +85,7 @@ class RTC(BlockTable):
         self._touch(nodes)
 
     def keys(self, tokens: Sequence[int], start: int, stop: int) -> Sequence[BlockKey]:
-        """Return what names the full blocks from `start` to `stop` of `tokens` in the index."""
+        """Return the keys in the index of the full blocks from `start` to `stop` of `tokens`."""
         size = self.block_size
         return [tuple(tokens[block * size : (block + 1) * size]) for block in range(start, stop)]
 
@@ -185,7 +185,7 @@ class RTC(BlockTable):
         self.touch(nodes)
         for node in nodes:
             assert node.host_slot is not None
-            (slot,) = self._take_slots(1)
+            slot = self._take_slot()
             node.slot, node.is_loading = slot, True
             self._node_of[slot] = node
             self._busy[ticket].add(slot)
