@@ -92,7 +92,8 @@ class Fleet:
         self.on_end: Callable[[ServedRequest], None] = lambda each: None
         self.on_arrive: Callable[[TracedRequest], None] = lambda each: None
         self.pool: Pool | None = None
-        self._computing: dict[int, None] = {}  # TEs whose queues become shorter in their steps under way
+        # TEs whose queues become shorter in their steps under way, and times before which they do not.
+        self._computing: dict[int, float] = {}
         self._changed: dict[int, None] = {}  # steppers that the job executor has to look at
         for te in tes:
             self.join(te)
@@ -249,10 +250,11 @@ class Fleet:
         return self.served
 
     def _serve(self, requests: Sequence[TracedRequest], progress: Callable[[int, int], None]) -> None:
-        arrived, self._num_left = 0, len(requests)
-        while arrived < len(requests) or self._idle or self._has_events:
+        arrived, total = 0, len(requests)
+        self._num_left = total
+        while arrived < total or self._idle or self._has_events:
             event_ns = self._events[0][0] if self._events else math.inf
-            arrival_ns = requests[arrived].at_ns if arrived < len(requests) else math.inf
+            arrival_ns = requests[arrived].at_ns if arrived < total else math.inf
             if self._idle and min(event_ns, arrival_ns) > self.now:
                 self._begin_idle()
             elif arrival_ns < event_ns:
@@ -261,7 +263,7 @@ class Fleet:
                 self._arrive(arrived, requests[arrived])
                 arrived += 1
                 if arrived % EVERY == 0:
-                    progress(arrived, len(requests))
+                    progress(arrived, total)
             else:
                 self._next_event()
 
@@ -359,7 +361,7 @@ class Fleet:
     def _collect(self, index: int, now: float) -> None:
         """Take the requests with a first or a last token of a stepper, and look again at the next ones."""
         stepper = self.steppers[index]
-        if self._owners[index] in self._lost:
+        if self._owners[index] in self._lost or stepper.told_at == math.inf:
             return
         first, done = stepper.take(now)
         if done:
@@ -411,15 +413,16 @@ class Fleet:
         te = self._owners[index]
         front = self._fronts[te]
         stepper, known = self.steppers[front], self.known
-        halves = self.steppers_of(te)
         known.queued[te] = stepper.queued / stepper.price.num_groups
         self._computing.pop(te, None)
         if stepper.computes_chunks:
-            self._computing[te] = None
+            self._computing[te] = self.now
         known.has_long[te], known.has_short[te] = stepper.num_long > 0, stepper.num_short > 0
-        known.sequences[te] = sum(half.num_tasks for half in halves)
-        known.kv_load[te] = max(half.kv_load for half in halves)
-        known.positions[te] = sum(half.positions for half in halves)
+        num_tasks, kv_load, positions = 0, 0.0, 0.0
+        for half in self.steppers_of(te):
+            num_tasks, positions = num_tasks + half.num_tasks, positions + half.positions
+            kv_load = max(kv_load, half.kv_load)
+        known.sequences[te], known.kv_load[te], known.positions[te] = num_tasks, kv_load, positions
 
     def _choose(self, number: int, request: TracedRequest, pooled: int = 0) -> int:
         self.tree.catch_up(self.now)
@@ -433,9 +436,11 @@ class Fleet:
         for te, num_blocks in found.items():
             tokens = num_blocks * self.tes[te].limits.block
             known.cached[te] = min(tokens, request.input_length - 1)
-        for te in self._computing:
-            stepper = self.steppers[self._fronts[te]]
-            known.queued[te] = stepper.queued_at(self.now) / stepper.price.num_groups
+        for te, changes_ns in self._computing.items():
+            if changes_ns <= self.now:
+                stepper = self.steppers[self._fronts[te]]
+                queued, self._computing[te] = stepper.queued_at(self.now)
+                known.queued[te] = queued / stepper.price.num_groups
         predicted = self.predict(request)
         asked = RoutedRequest(number, request.input_length, predicted)
         if self._takes.all():

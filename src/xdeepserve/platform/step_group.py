@@ -80,7 +80,7 @@ def traced_sequence(
 def opening(seq: Sequence, kv_block: int) -> Name:
     """Return the name of a sequence's first KV block."""
     assert isinstance(seq.token_ids, TracedTokens)
-    return seq.token_ids.name(0, kv_block)
+    return seq.token_ids.names(kv_block, 0, 1)[0]
 
 
 class StepLoad(NamedTuple):
@@ -234,7 +234,7 @@ class StepGroup(GroupBooks):
         has_room = self.rtc.alloc_blocks(seq.holding, seq.num_computed + share.num_rows)
         assert has_room
         if self.steps.caches_prefixes and self.rtc.has_new(seq.holding, seq.num_computed):
-            self.rtc.publish(seq.holding, seq.token_ids[: seq.num_computed])
+            self.rtc.publish(seq.holding, seq.token_ids, seq.num_computed)
         return msgspec.structs.replace(share, start=seq.num_computed)
 
     def show(self) -> None:
@@ -249,7 +249,7 @@ class StepGroup(GroupBooks):
         chunk = self.load.chunk
         if chunk is not None and self.steps.caches_prefixes:
             stop = chunk.start + self.done * chunk.num_tokens
-            self.rtc.publish(chunk.seq.holding, chunk.seq.token_ids[:stop])
+            self.rtc.publish(chunk.seq.holding, chunk.seq.token_ids, stop)
 
     def _move_shares(self, num_steps: int) -> None:
         """Move the shares on to the step after so many of the run, as it is planned."""
@@ -257,7 +257,7 @@ class StepGroup(GroupBooks):
         assert step is not None
         if count:
             step.shares[:] = [self._advance(share, count) for share in step.shares]
-            self.scheduler.stats.rows_per_step[step.num_rows] += count
+            self.scheduler.stats.rows_per_step[self.load.rows] += count
             self._moved, self._status = num_steps, None
 
     def finish(self) -> None:

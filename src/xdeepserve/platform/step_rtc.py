@@ -12,13 +12,15 @@ from xdeepserve.engine.dp.block_table import Holding
 from xdeepserve.engine.dp.prefix_index import Node
 from xdeepserve.engine.dp.rtc import RTC, Match
 from xdeepserve.errors import XDeepServeError
-from xdeepserve.platform.traced_tokens import TracedTokens
+from xdeepserve.platform.traced_tokens import Name, TracedTokens
 
 
 class StepRTC(RTC):
-    """RTC without host DRAM that evicts by LRU; `tell(node, has)` hears of cached blocks that come and go."""
+    """RTC without host DRAM that evicts by LRU; `tell(nodes, has)` hears of blocks that come and go."""
 
-    def __init__(self, num_blocks: int, block_size: int, tell: Callable[[Node, bool], None]) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, tell: Callable[[Sequence[Node], bool], None]
+    ) -> None:
         super().__init__(num_blocks, block_size)
         self.tell = tell
         self._idle: dict[int, Node] = {}  # by slot: cached, without a user; the first goes first
@@ -31,9 +33,9 @@ class StepRTC(RTC):
         assert isinstance(tokens, TracedTokens)
         ready: list[Node] = []
         children = self.index.root.children
-        for name in tokens.names(self.block_size):
+        for name in tokens.names(self.block_size, 0, len(tokens) // self.block_size):
             node = children.get(name)
-            if node is None or not node.is_ready:
+            if node is None or node.slot is None or node.is_loading:
                 break
             ready.append(node)
             children = node.children
@@ -47,10 +49,14 @@ class StepRTC(RTC):
         """Whether a sequence has computed whole blocks that are not in the index."""
         return num_computed // self.block_size > len(holding.nodes)
 
-    def publish(self, holding: Holding, tokens: Sequence[int]) -> None:
-        before = len(holding.nodes)
-        if before < len(tokens) // self.block_size:  # what is in use is touched when it is given up
-            super().publish(holding, tokens)
+    def keys(self, tokens: Sequence[int], start: int, stop: int) -> Sequence[Name]:
+        assert isinstance(tokens, TracedTokens)
+        return tokens.names(self.block_size, start, stop)
+
+    def publish(self, holding: Holding, tokens: Sequence[int], num_computed: int | None = None) -> None:
+        before, num_computed = len(holding.nodes), len(tokens) if num_computed is None else num_computed
+        if self.has_new(holding, num_computed):  # what is in use is touched when it is given up
+            super().publish(holding, tokens, num_computed)
             self._take(holding.nodes[before:])
 
     def _take(self, nodes: Iterable[Node]) -> None:

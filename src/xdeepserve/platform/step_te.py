@@ -147,7 +147,7 @@ class StepTE:
         self.coming = 0.0  # positions whose KV is on its way from TEs that prefill
         self.busy_ns = self.prefill_ns = 0.0  # in steps, and in those that have parts of prompts
         self.num_steps = 0
-        self.held = Counter[int]()  # DP groups that have a block of the trace, by its number
+        self.held: dict[int, int] = {}  # DP groups that have a block of the trace, by its number
         self._tasks: dict[int, TracedSequence] = {}  # by number
         self._first: list[TracedSequence] = []  # of the step that ends
         self._done: list[TracedSequence] = []
@@ -170,6 +170,7 @@ class StepTE:
         self._exchanged = 0.0  # when they left it
         self._since = self._ended = 0.0  # the latest begin of a step, and end of a group's step
         self._before = lru_cache(maxsize=None)(price.ends.before)
+        self._tail = lru_cache(maxsize=None)(price.ends.tail)
         self._together = lru_cache(maxsize=None)(price.together)
 
     def _group(self, rank: GroupRank, sizes: StepSizes, log: EventLog) -> StepGroup:
@@ -274,13 +275,13 @@ class StepTE:
     def _advance(self, seq: Seq, tokens: list[SampledToken]) -> bool:
         """Take new tokens of a sequence; return whether it has ended."""
         assert isinstance(seq, TracedSequence)
-        seq.told_ns = self._ended
-        if self.prefills and seq.num_generated == len(tokens):
+        seq.told_ns, num_generated = self._ended, seq.num_generated
+        if self.prefills and num_generated == len(tokens):
             self._first.append(seq)
             self._note_cost(seq, seq.num_prompt)
             self.num_long -= seq.is_long
             self.num_short -= not seq.is_long
-        is_over = seq.num_generated >= seq.max_tokens
+        is_over = num_generated >= seq.max_tokens
         if is_over or not self.decodes:
             self._done.append(seq)
         return is_over
@@ -340,17 +341,12 @@ class StepTE:
                 self._finish(group)
             if group.places.has_work and group.plan():
                 self._under_way[group.rank] = group
-                group.tail = self._tail(group.load)
+                group.tail = self._tail(group.load.rows, group.load.logits)
             for seq in group.places.running if self.prefills else ():
                 assert isinstance(seq, TracedSequence)
                 if seq.cost and seq.num_computed:
                     self._note_cost(seq, seq.num_computed)
         return group.step is not None
-
-    def _tail(self, load: StepLoad) -> float:
-        """Return the time of a group from a step's last exchange to its own end."""
-        ends = self.price.ends
-        return ends.after(load.rows) + (ends.sample(load.logits) if load.logits else 0.0)
 
     def _run(self) -> int:
         """Price the steps under way; return how many follow each other on a line of prices.
@@ -425,18 +421,20 @@ class StepTE:
         """Whether steps under way compute parts of prompts, so that `queued_at` falls as time passes."""
         return any(group.load.chunk is not None for group in self._under_way.values())
 
-    def queued_at(self, now: float) -> float:
-        """Return the prefill cost of all that the TE has, after the steps that have ended by now."""
+    def queued_at(self, now: float) -> tuple[float, float]:
+        """Return the prefill cost of all that the TE has, after the steps that have ended by now, and a time
+        before which no other one ends."""
         ended, queued, now = 0, self._queued, now - self._first_tail
         if self._count and self._start + self._price <= now:
             ended = self._num_until(now)
             ended -= ended > 0 and self._start + self._elapsed(ended) > now
+        next_ns = self._start + self._elapsed(ended + 1) if ended < self._count else math.inf
         for group in self._under_way.values() if ended else ():
             if (chunk := group.load.chunk) is not None:
                 seq, computed = chunk.seq, chunk.start + (group.done + ended) * chunk.num_tokens
                 assert isinstance(seq, TracedSequence)
                 queued += whole_cost(seq.num_prompt - computed, computed) - seq.cost
-        return queued / WHOLE
+        return queued / WHOLE, next_ns
 
     def interrupt(self, now: float) -> None:
         """End the run with the step that is under way, because a request has come.
@@ -450,7 +448,12 @@ class StepTE:
 
     def _num_until(self, now: float) -> int:
         """Count the steps of the run up to the one that is under way now."""
-        count = min(self._count, max(1, math.ceil((now - self._start) / self._price)))
+        count, passed = 1, now - self._start
+        if passed > self._price:
+            # The root of elapsed(count) = passed, in the form that a slope of 0 has too; then no rounding.
+            first = self._price - self._slope / 2
+            count = math.ceil(2 * passed / (first + math.sqrt(first**2 + 2 * self._slope * passed)))
+            count = min(self._count, count)
         while count > 1 and self._start + self._elapsed(count - 1) >= now:
             count -= 1
         while count < self._count and self._start + self._elapsed(count) < now:
@@ -461,15 +464,16 @@ class StepTE:
         """Bring all groups to the last exchange of the run under way; from there on each ends its step
         alone."""
         self._exchanged = self._start + self._elapsed(self._count)
-        under_way = self._under_way.values()
         self.busy_ns += now - self._since
-        if any(group.load.prefills for group in under_way):
-            self.prefill_ns += now - self._since
         self.num_steps += self._count
-        for group in under_way:
+        prefills = False
+        for group in self._under_way.values():
             group.done += self._count - 1
             group.ahead = 1
-        self._ending = sorted(under_way, key=lambda group: (group.tail, group.rank))
+            prefills = prefills or group.load.prefills
+        if prefills:
+            self.prefill_ns += now - self._since
+        self._ending = sorted(self._under_way.values(), key=lambda group: (group.tail, group.rank))
         self._count = 0
 
     def _end(self, group: StepGroup) -> None:
@@ -494,7 +498,8 @@ class StepTE:
     @property
     def told_at(self) -> float:
         """Time of the next token that `take` has not told of: a first one, or a last one here."""
-        return min((seqs[0].told_ns for seqs in (self._first, self._done) if seqs), default=math.inf)
+        first, done = self._first, self._done
+        return min(first[0].told_ns if first else math.inf, done[0].told_ns if done else math.inf)
 
     def take(self, now: float) -> tuple[list[TracedSequence], list[TracedSequence]]:
         """Return the requests that have got a first token by now, and those that are finished here.
@@ -523,15 +528,18 @@ class StepTE:
 
     # ---- prefix caches ------------------------------------------------------------------------------
 
-    def _tell(self, node: Node, has: bool) -> None:
+    def _tell(self, nodes: Sequence[Node], has: bool) -> None:
         """Tell the job executor of a prompt's blocks that one DP group is the first to have, or the last."""
         held, changed = self.held, []
-        for block in blocks_ending_in(node.tokens):
-            held[block] += 1 if has else -1
-            if held[block] == has:
-                changed.append(block)
-                if not has:
+        for node in nodes:
+            for block in blocks_ending_in(node.tokens):
+                num = held.get(block, 0) + (1 if has else -1)
+                if num:
+                    held[block] = num
+                else:
                     del held[block]
+                if num == has:
+                    changed.append(block)
         if changed:
             self.tell(changed, has)
 

@@ -8,7 +8,8 @@ prompt whose blocks the trace does not know: its name has the number of the requ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import Any, Final
 
 Name = tuple[int, ...]
@@ -16,18 +17,19 @@ OWN: Final = -1  # begins the names of blocks that one request alone has; number
 
 
 class TracedTokens(list[int]):
-    """A list of `length` tokens without their ids; a slice that begins at a block is the block's name.
+    """A list of `length` tokens without their ids, whose blocks have names; a slice that begins at a block is
+    the block's name.
 
     The first `num_known` tokens are those of the trace's `blocks`, each of `size` tokens.
     """
 
-    __slots__ = ("_length", "_names", "name")
+    __slots__ = ("_blocks", "_length", "_names", "_num_known", "_number", "_size")
 
     def __init__(self, number: int, length: int, num_known: int, blocks: Sequence[int], size: int) -> None:
         super().__init__()
-        self._length = length
-        self.name = _namer(number, min(num_known, len(blocks) * size), blocks, size)
-        self._names: list[Name] = []
+        self._number, self._length, self._blocks, self._size = number, length, blocks, size
+        self._num_known = min(num_known, len(blocks) * size)
+        self._names: list[Name] = []  # of KV blocks from the first on, as far as they have been asked for
 
     def __len__(self) -> int:
         return self._length
@@ -39,19 +41,28 @@ class TracedTokens(list[int]):
         if not isinstance(index, slice):
             raise TypeError("tokens of a trace have no ids")
         if index.start is not None:
-            return self.name(index.start, index.stop)
+            size = index.stop - index.start
+            return self.names(size, index.start // size, index.stop // size)[0]
         first = TracedTokens.__new__(TracedTokens)
         length, stop = self._length, index.stop
         first._length = min(length, stop) if stop >= 0 else max(0, length + stop)
-        first.name, first._names = self.name, self._names
+        first._number, first._blocks, first._size = self._number, self._blocks, self._size
+        first._num_known, first._names = self._num_known, self._names
         return first
 
-    def names(self, size: int) -> list[Name]:
-        """Return the names of all whole KV blocks, each of `size` tokens, which is always the same size."""
-        names, count = self._names, self._length // size
-        if len(names) < count:
-            names += [self.name(at * size, (at + 1) * size) for at in range(len(names), count)]
-        return names if len(names) == count else names[:count]
+    def names(self, size: int, start: int, stop: int) -> list[Name]:
+        """Return the names of the KV blocks from `start` to `stop`, each of `size` tokens: always the same
+        size."""
+        names = self._names
+        if len(names) < stop:
+            names += map(self._name, range(len(names) * size, stop * size, size), repeat(size))
+        return names[start:stop]
+
+    def _name(self, start: int, size: int) -> Name:
+        stop, blocks, of_trace = start + size, self._blocks, self._size
+        if stop > self._num_known:
+            return OWN, self._number, start
+        return *blocks[start // of_trace : stop // of_trace], blocks[(stop - 1) // of_trace], stop
 
     def __iadd__(self, tokens: Any) -> TracedTokens:  # type: ignore[override,misc]
         self._length += len(tokens)
@@ -60,23 +71,6 @@ class TracedTokens(list[int]):
     def grow(self, count: int) -> None:
         """Append `count` generated tokens to the sequence."""
         self._length += count
-
-
-def _namer(number: int, num_known: int, blocks: Sequence[int], size: int) -> Callable[[int, int], Name]:
-    """Make the function that names a sequence's blocks, from start to stop; each is named once."""
-    names: dict[int, Name] = {}
-
-    def name(start: int, stop: int) -> Name:
-        found = names.get(stop)
-        if found is None:
-            if stop > num_known:
-                found = OWN, number, start
-            else:
-                found = (*blocks[start // size : stop // size], blocks[(stop - 1) // size], stop)
-            names[stop] = found
-        return found
-
-    return name
 
 
 def blocks_ending_in(name: Name) -> Name:

@@ -93,6 +93,10 @@ class StepEnds(msgspec.Struct, frozen=True):
     share: float = 0.0
     sample: Curve = Curve((0.0,), (0.0,))
 
+    def tail(self, rows: int, logits: int) -> float:
+        """Return the time [ns] of a group from a step's last exchange to its own end."""
+        return self.after(rows) + (self.sample(logits) if logits else 0.0)
+
 
 class StepPrice(msgspec.Struct, frozen=True):
     """Prices of steps on a kind of TE, in ns."""

@@ -93,7 +93,7 @@ RoutePolicy: TypeAlias = Callable[[RoutedRequest, Known, HeatMap | None], list[F
 def scores(route: str, asked: RoutedRequest, known: Known, heat: HeatMap | None = None) -> Floats:
     """Return the keys of every TE by a policy of the table ROUTE, float64 [TEs, keys]."""
     policy: RoutePolicy = ROUTE.function(route)
-    return np.column_stack([*map(np.asarray, policy(asked, known, heat))]).astype(np.float64)
+    return np.array(policy(asked, known, heat), np.float64).T
 
 
 def best(keys: Floats) -> int:

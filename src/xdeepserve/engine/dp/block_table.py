@@ -16,7 +16,7 @@ while a step ran that was planned with them (`begin_step`), if the next one is p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from xdeepserve.engine.dp.prefix_index import EvictionPolicy, Node, PrefixIndex, lru
 from xdeepserve.engine.plans import BlockCopy
@@ -33,7 +33,7 @@ class Holding:
         self.nodes: list[Node] = []
 
 
-def _tell_nobody(node: Node, has: bool) -> None:
+def _tell_nobody(nodes: Sequence[Node], has: bool) -> None:
     """Hear of a change of the cache where nobody asks."""
 
 
@@ -53,7 +53,8 @@ class BlockTable:
         self._steps: list[int] = []  # tickets of steps that have not ended
         self._num_tickets = 0
         self._clock = 0  # of use, for eviction
-        self.tell: Callable[[Node, bool], None] = _tell_nobody  # of blocks that come into the cache, or leave
+        # Told of blocks that come into the cache, or leave it.
+        self.tell: Callable[[Sequence[Node], bool], None] = _tell_nobody
 
     # ---- counting -----------------------------------------------------------------------------------
 
@@ -94,18 +95,23 @@ class BlockTable:
         False, and nothing changed, if too few are available.
         """
         missing = self.blocks_for(num_tokens) - len(holding.slots)
+        if missing <= 0:
+            return True
         if missing > self.num_free and missing > self.num_available:
             return False
-        for _ in range(missing):
-            self.append_block(holding)
+        self._append_blocks(holding, missing)
         return True
 
     def append_block(self, holding: Holding) -> int:
         """Append a private slot to a holding. Raises XDeepServeError if no slot is available."""
-        slot = self._take_slot()
-        self._users[slot] = 1
-        holding.slots.append(slot)
-        return slot
+        self._append_blocks(holding, 1)
+        return holding.slots[-1]
+
+    def _append_blocks(self, holding: Holding, count: int) -> None:
+        slots = self._take_slots(count)
+        for slot in slots:
+            self._users[slot] = 1
+        holding.slots += slots
 
     def free(self, holding: Holding) -> None:
         """Give up every slot of a holding. Slots in the index stay cached; the deepest block is evicted
@@ -173,8 +179,7 @@ class BlockTable:
 
         The caller has made sure that enough are available.
         """
-        for _ in range(self.blocks_for(num_tokens)):
-            self.append_block(holding)
+        self._append_blocks(holding, self.blocks_for(num_tokens))
         ticket = self._new_ticket()
         self._busy[ticket].update(holding.slots)
         return ticket
@@ -205,22 +210,30 @@ class BlockTable:
         return (node for slot, node in self._node_of.items() if not users[slot] and slot not in busy)
 
     def _take_slot(self) -> int:
-        """Take a free slot, or evict the cached one that the policy names. Raises XDeepServeError if none is
-        available."""
-        if self._free:
-            return self._free.pop()
-        if len(self._users) < self.num_blocks:
-            self._users.append(0)
-            return len(self._users) - 1
-        node = self._victim()
-        if node is None or node.slot is None:
-            raise XDeepServeError(f"RTC: all {self.num_blocks} blocks are in use")
-        slot = node.slot
-        del self._node_of[slot]
-        node.slot = None
-        self.tell(node, False)
-        self.index.prune(node)
-        return slot
+        """Take a free slot, or evict the cached block that the policy names. Raises XDeepServeError if there
+        is neither."""
+        return self._take_slots(1)[0]
+
+    def _take_slots(self, count: int) -> list[int]:
+        """Take `count` slots, free ones first; then evict the cached blocks that the policy names. Raises
+        XDeepServeError if too few are available."""
+        slots = [self._free.pop() for _ in range(min(count, len(self._free)))]
+        fresh = min(count - len(slots), self.num_blocks - len(self._users))
+        slots += range(len(self._users), len(self._users) + fresh)
+        self._users += [0] * fresh
+        victims = []
+        while len(slots) < count:
+            node = self._victim()
+            if node is None or node.slot is None:
+                raise XDeepServeError(f"RTC: all {self.num_blocks} blocks are in use")
+            slots.append(node.slot)
+            del self._node_of[node.slot]
+            node.slot = None
+            victims.append(node)
+            self.index.prune(node)
+        if victims:
+            self.tell(victims, False)
+        return slots
 
     def _victim(self) -> Node | None:
         """Choose the cached block to evict; None if none is cached."""

@@ -15,6 +15,8 @@ from typing import Any, TypeAlias
 
 from xdeepserve.errors import XDeepServeError
 
+BlockKey: TypeAlias = tuple[int, ...]  # what names a full block among those after the same prefix: its tokens
+
 
 class Node:
     """Full KV block of a cached prefix, as a node of the radix tree."""
@@ -33,10 +35,10 @@ class Node:
         "tokens",
     )
 
-    def __init__(self, tokens: tuple[int, ...], parent: Node | None) -> None:
+    def __init__(self, tokens: BlockKey, parent: Node | None) -> None:
         self.tokens, self.parent = tokens, parent
         self.key: int = 0 if parent is None else _chained(parent.key, tokens)
-        self.children: dict[tuple[int, ...], Node] = {}
+        self.children: dict[BlockKey, Node] = {}
         self.slot: int | None = None
         self.host_slot: int | None = None
         self.is_loading = False  # the slot is taken, the content is still on its way from the host
@@ -122,12 +124,12 @@ class PrefixIndex:
             node = child
         return nodes
 
-    def child(self, parent: Node, tokens: Sequence[int]) -> Node:
-        """Return the node for the block of `tokens` after `parent`; make it if there is none."""
-        key = tuple(tokens)
-        if key not in parent.children:
-            parent.children[key] = Node(key, parent)
-        return parent.children[key]
+    def child(self, parent: Node, key: BlockKey) -> Node:
+        """Return the node for the block with this key after `parent`; make it if there is none."""
+        node = parent.children.get(key)
+        if node is None:
+            node = parent.children[key] = Node(key, parent)
+        return node
 
     def prune(self, node: Node) -> None:
         """Remove a node and then its ancestors, as long as each has neither content nor children."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from xdeepserve.engine.dp.block_table import BlockTable, Holding
-from xdeepserve.engine.dp.prefix_index import EvictionPolicy, Node, lru
+from xdeepserve.engine.dp.prefix_index import BlockKey, EvictionPolicy, Node, lru
 from xdeepserve.engine.plans import BlockCopy
 from xdeepserve.errors import XDeepServeError
 
@@ -77,27 +77,34 @@ class RTC(BlockTable):
         """Start an empty holding with nodes that are ready in HBM."""
         for node in nodes:
             assert node.slot is not None
-            assert node.is_ready
+            assert not node.is_loading
             self._users[node.slot] += 1
             node.num_found += 1
             holding.slots.append(node.slot)
             holding.nodes.append(node)
         self._touch(nodes)
 
-    def publish(self, holding: Holding, tokens: Sequence[int]) -> None:
-        """Put the full blocks of computed `tokens` into the index, where other sequences find them.
+    def keys(self, tokens: Sequence[int], start: int, stop: int) -> Sequence[BlockKey]:
+        """Return the keys in the index of the full blocks from `start` to `stop` of `tokens`."""
+        size = self.block_size
+        return [tuple(tokens[block * size : (block + 1) * size]) for block in range(start, stop)]
+
+    def publish(self, holding: Holding, tokens: Sequence[int], num_computed: int | None = None) -> None:
+        """Put the full blocks of the first `num_computed` of `tokens`, by default of all, into the index,
+        where other sequences find them.
 
         Where the index already has a block of the same tokens, its content is equal to the bit. The holding
         then uses that block, and its own slot becomes free.
         """
-        parent = holding.nodes[-1] if holding.nodes else self.index.root
-        for block in range(len(holding.nodes), len(tokens) // self.block_size):
-            node = self.index.child(parent, tokens[block * self.block_size : (block + 1) * self.block_size])
+        parent, new = holding.nodes[-1] if holding.nodes else self.index.root, []
+        first, num_computed = len(holding.nodes), len(tokens) if num_computed is None else num_computed
+        for block, key in enumerate(self.keys(tokens, first, num_computed // self.block_size), first):
+            node = self.index.child(parent, key)
             slot = holding.slots[block]
             if node.slot is None:
                 node.slot = slot
                 self._node_of[slot] = node
-                self.tell(node, True)
+                new.append(node)
             elif node.slot != slot and node.is_ready and self._users[slot] == 1:
                 self._drop_user(slot)
                 self._users[node.slot] += 1
@@ -106,6 +113,8 @@ class RTC(BlockTable):
                 break  # its content is on its way, or this slot has a second user: keep a private copy
             holding.nodes.append(node)
             parent = node
+        if new:
+            self.tell(new, True)
         self._touch(holding.nodes)
 
     # ---- what comes from elsewhere, or goes there ----------------------------------------------------
@@ -115,9 +124,8 @@ class RTC(BlockTable):
         there."""
         node: Node | None = self.index.root
         missing = []
-        for block in range(stop):
-            piece = tuple(tokens[block * self.block_size : (block + 1) * self.block_size])
-            node = None if node is None else node.children.get(piece)
+        for block, key in enumerate(self.keys(tokens, 0, stop)):
+            node = None if node is None else node.children.get(key)
             if block >= start and (node is None or node.slot is None):
                 missing.append(block)
         return missing
@@ -130,10 +138,10 @@ class RTC(BlockTable):
         made sure that enough slots are available.
         """
         # All slots first: what is evicted for them may prune nodes, and would those that have no content yet.
-        slots = [self._take_slot() for _ in blocks]
+        slots = self._take_slots(len(blocks))
         slot_of, ticket, node = dict(zip(blocks, slots, strict=True)), self._new_ticket(), self.index.root
-        for block in range(blocks[-1] + 1):
-            node = self.index.child(node, tokens[block * self.block_size : (block + 1) * self.block_size])
+        for block, key in enumerate(self.keys(tokens, 0, blocks[-1] + 1)):
+            node = self.index.child(node, key)
             slot = slot_of.get(block)
             if slot is not None:
                 node.slot, node.is_loading = slot, True
@@ -242,8 +250,7 @@ class RTC(BlockTable):
         if len(host_slots) > self.num_available:
             return None
         holding = Holding()
-        for _ in host_slots:
-            self.append_block(holding)
+        self._append_blocks(holding, len(host_slots))
         ticket = self._new_ticket()
         self._busy[ticket].update(holding.slots)
         copies = [
@@ -260,9 +267,10 @@ class RTC(BlockTable):
         spoilt = self._spoilt.pop(ticket, set())
         slots = (node.slot for node in self._arrivals.get(ticket, ()))
         self.miss(ticket, [slot for slot in slots if slot is not None and slot in spoilt])
-        for node in self._arrivals.pop(ticket, ()):
-            node.is_loading = False
-            self.tell(node, True)
+        if arrived := self._arrivals.pop(ticket, []):
+            for node in arrived:
+                node.is_loading = False
+            self.tell(arrived, True)
         for node in self._departures.pop(ticket, ()):
             node.is_saving = False
             if spoilt and node.host_slot is not None:
@@ -300,7 +308,7 @@ class RTC(BlockTable):
                 continue
             del self._node_of[slot]
             node.slot = None
-            self.tell(node, False)
+            self.tell([node], False)
             self.index.prune(node)
             if not self._users[slot] and not self._is_busy(slot):
                 self._free.append(slot)

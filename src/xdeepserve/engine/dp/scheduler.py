@@ -354,7 +354,7 @@ class Scheduler:
             if share.ends:
                 seq.token_ids += [row.token_id for row in result.rows if not row.is_prompt]
             if self.steps.caches_prefixes:
-                self.rtc.publish(seq.holding, seq.token_ids[: seq.num_computed])
+                self.rtc.publish(seq.holding, seq.token_ids, seq.num_computed)
                 self.prefixes.name(seq)
                 if self.pool is not None:
                     self.pool.store(seq)

@@ -42,13 +42,11 @@ class CachedPrompts:
             holder, self._num_holders = self._num_holders, self._num_holders + 1
             self._holders[holder] = group.id
 
-            def tell(node: Node, has: bool, holder: int = holder) -> None:
-                self._tree.tell(self._now(), holder, (node.key,), has)
+            def tell(nodes: Seq[Node], has: bool, holder: int = holder) -> None:
+                self._tree.tell(self._now(), holder, [node.key for node in nodes], has)
 
             group.rtc.tell = tell
-            for node in group.rtc.index.nodes():
-                if node.is_ready:
-                    tell(node, True)
+            tell([node for node in group.rtc.index.nodes() if node.is_ready], True)
 
     def leave(self, te: TE) -> None:
         """Forget the caches of a TE."""
