@@ -83,13 +83,15 @@ def test_a_prompt_alone_takes_as_long_as_in_the_engine(pod: Deployment, tes: lis
 
 
 def test_a_prompt_alone_is_taken_apart(pod: Deployment, tes: list[FleetTE]) -> None:
-    """The parts are the steps' whole time, and a chunk takes more attention the later it is."""
+    """The parts are the steps' whole time; a chunk takes more attention the later it is, and the last one
+    samples."""
     model = engine.with_layers(LAYERS)
     first, later = (production.parts_ms(model, pod, prompt) for prompt in (4096, 8192))
     (served,) = Fleet(tes, "cost").run([TracedRequest(0, 8192, 1, ())])
     gaps = 2 * tes[0].price.gap
     assert sum(later.values()) == pytest.approx((served.ttft_ns - gaps) / 1e6, rel=0.01)
     assert later["attention"] > 2.5 * first["attention"]
+    assert later["sampling"] == pytest.approx(first["sampling"])
     for name in ("projections", "collectives", "experts", "exchanges"):
         assert later[name] == pytest.approx(2 * first[name], rel=0.05), name
 

@@ -46,6 +46,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "projections": (),  # and all that has no name here
     "collectives": ("all-reduce", "all-gather", "all-to-all"),
     "experts": ("Experts",),
+    "sampling": SAMPLING,  # and drafts
 }
 ROWS = (1, 64, 256, 512, 1024, 2048, 4096)  # of the prices' tables
 
