@@ -138,7 +138,7 @@ def priced(
     few = [count for count in rows if count < num_groups]
     all_rows = [count for count in rows if count < most] + [most]
     sample = SAMPLE * (deployment.tp or 1)
-    can_sample = sample < groups.num_dies and not plan.tes[0].sizes.experts.has_slots
+    can_sample = sample < groups.num_dies and not _has_replicas(plan)
 
     def step(filled: tuple[int, int]) -> DecodeRun:
         """Run a step in which the first `count` DP groups have a prompt of `rows` rows."""
@@ -169,6 +169,11 @@ def priced(
         gap = Host(host.for_role("both"), plan.pod.spec, num_groups).mean_ns()
     own_curve = Curve(tuple(all_rows), tuple(own))
     return StepPrice(num_groups, own_curve, feed, attention, gap, sampling, ends)
+
+
+def _has_replicas(plan: PodPlan) -> bool:
+    """Whether a plan's TE has redundant experts, for which a few dies cannot stand for all."""
+    return plan.tes[0].sizes.experts.has_slots
 
 
 def _check_priced(plan: PodPlan) -> None:
