@@ -181,6 +181,9 @@ NO_EFFECT = [
     ("colocated", "execution.mtp=naive", "no drafts"),
     ("colocated", "mtp_reuse=true", "second draft"),
     ("colocated", "tp_mode=sp-tp-sp", "set tp"),
+    ("colocated", "health.link_probe_s=1", "links from prefill to decode"),
+    ("colocated", "cache.peers=true", "one TE"),
+    ("monolithic", "scheduler.route=cost", "one TE"),
 ]
 
 
@@ -194,6 +197,8 @@ def test_settings_without_effect_are_named(deployment: str, override: str, reaso
 def test_settings_with_effect_are_not() -> None:
     for deployment, overrides in (
         ("pd", ["scheduler.decode=round-robin", "fabric=roce"]),
+        ("pd", ["scheduler.route=cost", "health.link_probe_s=1", "cache.peers=true"]),
+        ("colocated", ["scale.most=2", "scheduler.route=cost", "cache.peers=true"]),
         ("colocated", ["pipeline.microbatches=2", "pipeline.attention_cores=8", "dies=4"]),
         ("colocated", ["cache.num_host_blocks=8", "cache.load=always"]),
         ("colocated", ["experts.redundant_slots=1", "experts.balance_slices=2"]),

@@ -384,6 +384,11 @@ def _said(rule: SettingRule, d: Deployment) -> str:
     return rule.reason.format(d=d, off_ub=off_ub(d), cards=what_cards_are_for(d), exchange=_exchange(d))
 
 
+def _has_one_te(d: Deployment) -> bool:
+    many = d.te is not None and sum(te.count for te in d.te) > 1
+    return not (many or has_prefill(d.kind) or d.scale)
+
+
 def _launches_eagerly(d: Deployment) -> bool:
     execution = d.execution or ExecutionConfig()
     roles: tuple[Role, ...] = ("prefill", "decode") if has_prefill(d.kind) else ("both",)
@@ -406,6 +411,14 @@ WITHOUT_EFFECT = (
         ("scheduler.decode", "scheduler.admission", "scheduler.status_period", "fabric"),
         lambda d: not has_prefill(d.kind),
         "{d.kind} has no prefill of its own to come from",
+    ),
+    SettingRule(
+        ("health.link_probe_s",),
+        lambda d: not has_prefill(d.kind),
+        "links from prefill to decode are probed, and {d.kind} has none",
+    ),
+    SettingRule(
+        ("scheduler.route", "cache.peers"), _has_one_te, "there is one TE, until another one is added"
     ),
     SettingRule(
         ("exchange",),
