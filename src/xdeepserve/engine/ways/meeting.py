@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Generic, TypeVar
 
 from xdeepserve.hw.clock import Clock, Waiter, Waiting
@@ -14,8 +15,9 @@ V = TypeVar("V")
 class Meeting(Generic[V]):
     """Operation of a group: `settle` returns its duration in ns and its value, once all members have come.
 
-    A member may come without waiting (it posts), and others may wait without being members (they pull). After
-    `timeout_ns` of waiting, a DeadlineError names the members that are missing.
+    A member may come without waiting (it posts), and others may wait without being members (they pull).
+    Members that go on at the same instant do so by their index, and those that pull after them, in the order
+    in which they came. After `timeout_ns` of waiting, a DeadlineError names the members that are missing.
     """
 
     def __init__(
@@ -36,7 +38,7 @@ class Meeting(Generic[V]):
         self.first_ns = self.last_ns = 0  # arrivals
         self.ends_ns: int | None = None
         self._value: V | None = None
-        self.waiters: list[tuple[Waiter, int]] = []
+        self.waiters: list[tuple[int, int, Waiter]] = []  # in which order, how much later than the end
 
     def come(self, member: int, rows: float) -> None:
         """Register a member and the rows that it brings; the last member starts the operation for all."""
@@ -49,12 +51,20 @@ class Meeting(Generic[V]):
         try:
             duration, self._value = self._settle(self)
         except Exception as error:
-            for waiter, _ in self.waiters:
+            for *_, waiter in self.waiters:
                 waiter.fail(error)
             raise
         self.ends_ns = self.last_ns + round(duration)
-        for waiter, more in self.waiters:
-            waiter.wake(delay_ns=self.ends_ns - self.last_ns + more)
+        for _, more_ns, waiter in sorted(self.waiters, key=itemgetter(0)):
+            waiter.wake(delay_ns=self.ends_ns - self.last_ns + more_ns)
+
+    async def meet(self, member: int, rows: float) -> V:
+        """Come as a member, wait for the operation's end, and return its value. DeadlineError if it never
+        begins."""
+        waiter = self._waiter(self.members[member], member)
+        self.come(member, rows)
+        await self.clock.wait(waiter, self.clock.now + self.timeout_ns)
+        return self.value
 
     async def wait(self, who: object, more_ns: int = 0) -> V:
         """Wait until `more_ns` after the operation's end; return its value. DeadlineError if it never
@@ -62,10 +72,14 @@ class Meeting(Generic[V]):
         if self.ends_ns is not None:
             await self.clock.sleep_until(self.ends_ns + more_ns)
         else:
-            waiter = self.clock.waiter(lambda: self.describe(who))
-            self.waiters.append((waiter, more_ns))
+            waiter = self._waiter(who, len(self.members), more_ns)
             await self.clock.wait(waiter, self.clock.now + self.timeout_ns)
         return self.value
+
+    def _waiter(self, who: object, order: int, more_ns: int = 0) -> Waiter:
+        waiter = self.clock.waiter(lambda: self.describe(who))
+        self.waiters.append((order, more_ns, waiter))
+        return waiter
 
     @property
     def value(self) -> V:

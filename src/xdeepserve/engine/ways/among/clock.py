@@ -126,8 +126,7 @@ class AmongClock:
             members, settle = range(len(self.dies)), partial(self._settle, op)
             meeting = Meeting(self.clock, f"{self._prefix}{op}", event, members, self.timeout_ns, settle)
             self._meetings[key] = meeting
-        meeting.come(rank, place.num_tokens)
-        await meeting.wait(rank)
+        await meeting.meet(rank, place.num_tokens)
         place.timeline.waited(self._lane, op, start, meeting.op)
         meeting.draw(self.dies, rank, place.timeline.die, self._lane)
         return meeting.value

@@ -96,8 +96,7 @@ class GroupClock:
         start = await timeline.catch_up()
         self._num_events[rank] += 1
         meeting = self._meeting(op, self._num_events[rank], price)
-        meeting.come(rank, rows)
-        await meeting.wait(rank)
+        await meeting.meet(rank, rows)
         timeline.waited("XCCL", op, start)
         meeting.draw(self.dies, rank, timeline.die, "XCCL")
         return meeting.value

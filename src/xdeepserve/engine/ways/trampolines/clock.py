@@ -144,8 +144,7 @@ class TrampolinesClock:
     async def take(self, lane: int, die: Die, index: int, event: int) -> Received:
         """Wait for the tokens of a lane; return shapes of the rows for an expert die's experts."""
         meeting = self.meeting_a2e(lane, event)
-        meeting.come(self.num_attention + index, 0)
-        load = await meeting.wait(f"expert {index}")
+        load = await meeting.meet(self.num_attention + index, 0)
         self.draw("A2E", RECEIVE, lane, die, index, event, die.trace.arrive)
         num_routed = int(load.routed[index]) if index < self.sampled else 0
         num_shared = math.ceil(load.shared) if index >= self.sampled else 0
@@ -155,8 +154,7 @@ class TrampolinesClock:
     async def give(self, lane: int, die: Die, index: int, expert_out: Array, event: int) -> None:
         """Answer the tokens of a lane; return when the exchange has ended."""
         meeting = self.meeting_e2a(lane, event)
-        meeting.come(index, len(expert_out))
-        await meeting.wait(f"expert {index}")
+        await meeting.meet(index, len(expert_out))
         self.draw("E2A'", SEND, lane, die, index, event, die.trace.depart)
 
     def draw(
