@@ -38,7 +38,7 @@ class Meeting(Generic[V]):
         self.first_ns = self.last_ns = 0  # arrivals
         self.ends_ns: int | None = None
         self._value: V | None = None
-        self.waiters: list[tuple[int, int, Waiter]] = []  # in which order, how much later than the end
+        self.waiters: list[tuple[int, int, Waiter]] = []  # whose, how much later than the end
 
     def come(self, member: int, rows: float) -> None:
         """Register a member and the rows that it brings; the last member starts the operation for all."""
@@ -51,8 +51,9 @@ class Meeting(Generic[V]):
         try:
             duration, self._value = self._settle(self)
         except Exception as error:
-            for *_, waiter in self.waiters:
-                waiter.fail(error)
+            for who, _, waiter in self.waiters:
+                if who != member:  # this one hears of it right here, and waits no more
+                    waiter.fail(error)
             raise
         self.ends_ns = self.last_ns + round(duration)
         for _, more_ns, waiter in sorted(self.waiters, key=itemgetter(0)):
