@@ -125,7 +125,7 @@ MISTAKES = {
     ],
     "rollback_rows": [
         ("n >= step", "n > step", "blocks: expected 2 of them"),
-        ("n >= step", "n >= 0", "rows, block 0, column 0: expected -1.0"),
+        ("n >= step", "n >= 0", "its step 3, rank 0: blocks: expected 0 of them"),
         ("reverse=True", "reverse=False", "rows, block 0, column 0: expected 1.0"),
     ],
 }
