@@ -73,6 +73,7 @@ IDS = [f"{way[0]}-{'-'.join(way[1])}-die {way[2]}" for way in WAYS]
 def test_any_page_but_those_of_metadata(name: str, settings: tuple[str, ...], die: int) -> None:
     """Of weights, KV, exchanges, results or a step's own: at any time, the same bits."""
     quiet = served(name, settings)
+    least_ns = quiet.end_ns * (0.99 if any("balance" in each for each in settings) else 1)
     with LLM("tiny-random", name, overrides=[*SIZE, *settings]) as llm:
         plan = llm.engine.plan.pod.memories.plans[die]
         first, stop = (-(-end // PAGE_NBYTES) for end in (plan.ends[0], plan.nbytes))  # after metadata
@@ -86,7 +87,7 @@ def test_any_page_but_those_of_metadata(name: str, settings: tuple[str, ...], di
         assert told.digest == quiet.digest, faults
         assert told.of(Mended), faults
         assert told.lost == {}
-        assert told.end_ns >= quiet.end_ns
+        assert told.end_ns >= least_ns  # replicas that change at other steps may be better ones
 
 
 KV: list[tuple[str, tuple[str, ...], int]] = [
