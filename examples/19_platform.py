@@ -129,9 +129,9 @@ def roles(kind: FleetTE, scale_up: ScaleUp) -> None:
     fleet = Fleet([kinds[role]._replace(name=f"{role} {n}") for n, role in enumerate(start)], "load")
     bounds = RoleBounds(every_s=0.1, patience_s=0.5, calm_s=1, while_s=1)
     changing = FleetRoles(fleet, kinds, scale_up, bounds, BOUNDS)
-    first = msgspec.structs.replace(PROMPTS, prompt=900, output=2)
+    first = msgspec.structs.replace(PROMPTS, prompt=900, output=2, seconds=3)
     second = msgspec.structs.replace(PROMPTS, prompt=20, output=150, seed=1)
-    later = round(1e9 * PROMPTS.seconds)
+    later = round(1e9 * first.seconds)
     answers = [each._replace(at_ns=each.at_ns + later, blocks=()) for each in made(second)]
     prompts = [each._replace(blocks=()) for each in made(first)]
     with working("Replaying TEs that change their role"):

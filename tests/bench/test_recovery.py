@@ -3,6 +3,7 @@
 import functools
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from xdeepserve.bench.papers import recovery
@@ -29,7 +30,9 @@ def test_a_gentler_stage_costs_less() -> None:
         values = [rows[f"{way}/tokens_per_s/slice={number}"] for number in range(recovery.SHOWN)]
         quiet = [rows[f"none/tokens_per_s/slice={number}"] for number in range(recovery.SHOWN)]
         assert values[:half] == quiet[:half]
-        assert values[half] < quiet[half] or way == "none"
+        behind = np.cumsum(quiet) - np.cumsum(values)  # a step again is less than a slice: it may show later
+        assert behind.min() > -1e-6
+        assert (behind.max() > 1) == (way != "none")
 
 
 def test_the_fewer_dies_are_left_the_longer_their_weights_take() -> None:

@@ -1,6 +1,7 @@
 """TEs that come and go as load does, from none, too: the same bits, whatever is lost meanwhile."""
 
 import random
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -67,14 +68,13 @@ def test_a_burst_after_silence_brings_tes_from_none_and_they_go_again(deployment
     assert FAST.warm_s < last < FAST.warm_s + 0.01
 
 
-@pytest.mark.thin(4)
-@pytest.mark.parametrize("seed", range(12))
-def test_dies_lost_while_tes_come_and_go_cost_no_bit(tiny: TinyCheckpoint, seed: int) -> None:
+def served_with_losses(tiny: TinyCheckpoint, deployment: str, settings: Sequence[str], seed: int) -> str:
+    """Serve bursts while four dies are lost, check that nothing is left, and return the digest."""
     drawn = random.Random(seed)
     arrivals = sorted(round(1e9 * drawn.choice([0.0, 0.01, 0.5, 0.503, 2.0]) + 1e5 * i) for i in range(20))
-    settings = (*FROM_NONE, "health.suspect_s=0.01", "health.lost_s=0.05", f"scale.warm={seed % 3}")
-    settings += ("recovery.failover=true",) * drawn.randrange(2)
-    with LLM(tiny, "monolithic", overrides=settings) as llm:
+    settings = [*settings, "health.suspect_s=0.01", "health.lost_s=0.05", f"scale.warm={seed % 3}"]
+    settings += ["recovery.failover=true"] * drawn.randrange(2)
+    with LLM(tiny, deployment, overrides=settings) as llm:
         pod = llm.engine.plan.pod
 
         async def lose() -> None:
@@ -87,7 +87,14 @@ def test_dies_lost_while_tes_come_and_go_cost_no_bit(tiny: TinyCheckpoint, seed:
         outputs = llm.generate(PROMPTS, PARAMS, keep_logits=True, arrivals_ns=arrivals)
         llm.run(settled(llm.engine))
         check_nothing_is_left(llm.engine)
-    assert digest(outputs) == digest(one_die(PROMPTS, PARAMS, "int8"))
+    return digest(outputs)
+
+
+@pytest.mark.thin(4)
+@pytest.mark.parametrize("seed", range(12))
+def test_dies_lost_while_tes_come_and_go_cost_no_bit(tiny: TinyCheckpoint, seed: int) -> None:
+    found = served_with_losses(tiny, "monolithic", FROM_NONE, seed)
+    assert found == digest(one_die(PROMPTS, PARAMS, "int8"))
 
 
 LONG = SamplingParams(max_tokens=90, temperature=0.7, seed=3, ignore_eos=True)
@@ -263,26 +270,11 @@ def test_the_first_token_is_a_matter_of_prefill_and_others_of_decode(bound: str,
 @pytest.mark.thin(4)
 @pytest.mark.parametrize("seed", range(12))
 def test_dies_lost_while_tes_of_two_roles_come_and_go_cost_no_bit(tiny: TinyCheckpoint, seed: int) -> None:
-    drawn = random.Random(seed)
-    arrivals = sorted(round(1e9 * drawn.choice([0.0, 0.01, 0.5, 0.503, 2.0]) + 1e5 * i) for i in range(20))
-    settings = [*APART, "scale.most=3", f"scale.warm={seed % 3}", "scheduler.max_num_seqs=4"]
-    settings += ["health.suspect_s=0.01", "health.lost_s=0.05"]
-    settings += ["recovery.failover=true"] * drawn.randrange(2) + ["transfer=layer"] * drawn.randrange(2)
-    settings += ["scheduler.admission=decode"] * drawn.randrange(2)
-    with LLM(tiny, "pd", overrides=settings) as llm:
-        pod = llm.engine.plan.pod
-
-        async def lose() -> None:
-            held = sorted(set(pod.holders) - pod.lost)
-            if held:
-                pod.break_die(drawn.choice(held))
-
-        for _ in range(4):
-            pod.clock.at(round(1e9 * drawn.choice([0.0, 0.01, 0.5, 2.0]) + drawn.uniform(0, 1e7)), lose)
-        outputs = llm.generate(PROMPTS, PARAMS, keep_logits=True, arrivals_ns=arrivals)
-        llm.run(settled(llm.engine))
-        check_nothing_is_left(llm.engine)
-    assert digest(outputs) == digest(one_die(PROMPTS, PARAMS, "int8"))
+    drawn = random.Random(f"ways {seed}")
+    settings = [*APART, "scale.most=3", "scheduler.max_num_seqs=4"]
+    settings += ["transfer=layer"] * drawn.randrange(2) + ["scheduler.admission=decode"] * drawn.randrange(2)
+    found = served_with_losses(tiny, "pd", settings, seed)
+    assert found == digest(one_die(PROMPTS, PARAMS, "int8"))
 
 
 def test_without_room_for_a_te_requests_that_wait_end_with_the_reason(

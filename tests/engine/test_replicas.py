@@ -388,7 +388,7 @@ def test_rows_go_where_the_map_says(tiny: TinyCheckpoint) -> None:
     """Every copy that a gate sends comes to some die; with replicas the hottest one has fewer."""
     hot = [[3, 4, 5] * 8] * 12
     shares = []
-    for interval in ("0", "0.002"):
+    for interval in ("0", "0.001"):
         settings = [*COLOCATED, f"experts.balance_interval={interval}"]
         with LLM(tiny, "colocated", overrides=settings) as llm:
             llm.generate(hot, PARAMS)
