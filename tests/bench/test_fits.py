@@ -53,7 +53,7 @@ def test_all_that_is_fitted_is_listed_and_the_decode_rows_say_as_much_without_ea
     left_out = told["left_out"]
     assert len(left_out) == sum(len(fit.tables) for fit in fits.all_fits().values())
     # Table 6 is of operators that push, and without it only two times of operators that pull are left.
-    # Table 4's batch of 8 is a fifth off also with all tables: a layer and two heads take longer than its step.
+    # Table 4's batch of 8 is a fifth off with all tables, too: a layer and heads take longer than its step.
     medians = {"CM Table 6": 10, "CM 4.2.3, streams": 9}
     assert all(one["median"] < medians.get(one["table"], 8) for one in left_out)
     assert all(one["largest"] < (25 if one["table"] == "CM Table 4" else 15) for one in left_out)
