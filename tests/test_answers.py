@@ -184,7 +184,16 @@ NO_EFFECT = [
     ("colocated", "health.link_probe_s=1", "links from prefill to decode"),
     ("colocated", "cache.peers=true", "one TE"),
     ("monolithic", "scheduler.route=cost", "one TE"),
+    ("colocated", "scheduler.job_executors=2", "one TE"),
 ]
+
+
+def test_cores_of_microbatches_that_overlap_by_engines_are_named() -> None:
+    """In `transformerless` only prefill has such microbatches, and by default it overlaps by engines."""
+    given = ["pipeline.microbatches=2", "pipeline.adaptive=true"]
+    ((key, why),) = without_effect(resolve("transformerless", given), given)
+    assert (key, "overlap by engines" in why) == ("pipeline.adaptive", True)
+    assert without_effect(resolve("pd", given), given) == []
 
 
 @pytest.mark.parametrize(("deployment", "override", "reason"), NO_EFFECT)

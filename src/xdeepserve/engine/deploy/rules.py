@@ -389,6 +389,11 @@ def _has_one_te(d: Deployment) -> bool:
     return not (many or has_prefill(d.kind) or d.scale)
 
 
+def _overlaps_by_engines(d: Deployment) -> bool:
+    piped = [row.role for row in DEPLOYMENTS[d.kind] if "pipeline" in row.sections]
+    return _pipeline(d).overlap == "engines" or (_pipeline(d).overlap is None and set(piped) == {"prefill"})
+
+
 def _launches_eagerly(d: Deployment) -> bool:
     execution = d.execution or ExecutionConfig()
     roles: tuple[Role, ...] = ("prefill", "decode") if has_prefill(d.kind) else ("both",)
@@ -418,7 +423,9 @@ WITHOUT_EFFECT = (
         "links from prefill to decode are probed, and {d.kind} has none",
     ),
     SettingRule(
-        ("scheduler.route", "cache.peers"), _has_one_te, "there is one TE, until another one is added"
+        ("scheduler.route", "scheduler.job_executors", "cache.peers"),
+        _has_one_te,
+        "there is one TE, until another one is added",
     ),
     SettingRule(
         ("exchange",),
@@ -446,7 +453,7 @@ WITHOUT_EFFECT = (
     ),
     SettingRule(
         ("pipeline.attention_cores", "pipeline.adaptive"),
-        lambda d: _pipeline(d).microbatches > 1 and _pipeline(d).overlap == "engines",
+        lambda d: _pipeline(d).microbatches > 1 and _overlaps_by_engines(d),
         "microbatches overlap by engines, and each has all cores",
     ),
     SettingRule(
