@@ -14,7 +14,7 @@ from xdeepserve.engine.dp.stats import StepStats, summed
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.serving.record import RequestMetrics
 from xdeepserve.engine.serving.request import OutputDelta, Parse
-from xdeepserve.errors import DeploymentError, InputError, OverloadedError, RequestError
+from xdeepserve.errors import DeploymentError, InputError, OverloadedError, RequestError, XDeepServeError
 from xdeepserve.llm import build_engine
 from xdeepserve.model.presets import TinyCheckpoint
 
@@ -91,6 +91,19 @@ async def test_who_finds_an_empty_engine_arrives_when_the_pod_rests(tiny: TinyCh
     assert clock.rests
     await engine.stop()
     engine.check_integrity()
+
+
+async def test_a_request_that_nobody_works_on_ends_with_an_error(
+    small: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would wait for ever: the pod rests, so that nothing can happen to it any more."""
+    assert [d.finish_reason async for d in small.submit([1], SHORT, "first")][-1] == "length"
+    monkeypatch.setattr(small.je, "submit", lambda sequences: None)
+    forgotten = small.submit([1], SHORT, "forgotten")
+    with pytest.raises(XDeepServeError, match=r"forgotten has not ended \(no task executor has it\)"):
+        async for _ in forgotten:
+            pass
+    assert not small.is_healthy()
 
 
 async def test_more_choices_than_the_engine_ever_holds_is_no_overload(small: Engine) -> None:

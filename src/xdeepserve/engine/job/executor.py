@@ -458,6 +458,11 @@ class JobExecutor:
             failures=self.links.num_failures,
         )
 
+    def where(self, seq: Sequence) -> str:
+        """Say in words which TE has the task of a sequence."""
+        job = self._jobs.get(seq.seq_id)
+        return "no task executor has it" if job is None else f"at {job.te.sizes.place.name}, {job.te.life}"
+
     def check_integrity(self) -> None:
         """Check the account of every block of every TE; blocks in transfers count at their source."""
         for te in self.tes:
@@ -517,6 +522,9 @@ class JobExecutor:
         arrived."""
         seq, (prefill, decode) = transfer.seq, transfer.link.tes
         stage = transfer.stage
+        if stage == "recalled":  # `_find_way` is at it, and goes on from the sequence's tokens
+            del self.transfers[seq.seq_id]
+            return
         if stage in ("registered", "offered"):
             transfer.recall()
             decode.te_shell.turn_away(seq)

@@ -76,6 +76,7 @@ class Engine:
         self._num_unseeded = 0
         self._requests: dict[str, Request] = {}
         self._entering: list[Request] = []  # those that wait until the pod rests
+        self._is_watched = False  # at the pod's next rest
         self._failure: XDeepServeError | None = None
         self.failed_te: str | None = None  # for want of which nothing can serve any more
         self._je: JobExecutor | None = None
@@ -346,7 +347,7 @@ class Engine:
         is_alone = is_quiet(self.plan.pod)
         self._requests[request_id] = request
         if clock.runs_caller or not (is_alone or self._entering):
-            self.je.submit(request.sequences)
+            self._give(request)
         else:
             self._entering.append(request)
             if len(self._entering) == 1:
@@ -395,7 +396,31 @@ class Engine:
             if self._requests.get(request.request_id) is request:
                 for seq in request.sequences:
                     seq.arrival_ns = self.plan.pod.clock.now
-                self.je.submit(request.sequences)
+                self._give(request)
+
+    def _give(self, request: Request) -> None:
+        """Give a request to the job executor, and look after it when the pod rests."""
+        self.je.submit(request.sequences)
+        if not self._is_watched:
+            self._is_watched = True
+            self.plan.pod.clock.when_at_rest(self._watch)
+
+    def _watch(self) -> None:
+        """End the engine if requests are left when the pod rests, because nobody ever would work on them.
+
+        Only a mistake in the engine's own books can leave one so.
+        """
+        self._is_watched = False
+        for request in self._requests.values():
+            if not (request.is_over or request in self._entering):
+                where = ", ".join(self.je.where(seq) for seq in request.sequences if not seq.is_finished)
+                self._hear(
+                    XDeepServeError(
+                        f"the pod rests, and request {request.request_id} has not ended ({where}): "
+                        "this is a mistake of the engine, please report it with the command and its seed"
+                    )
+                )
+                return
 
     def check_room(self, num_new: int) -> None:
         """Admission control: refuse requests beyond the queue length that the deployment allows.
