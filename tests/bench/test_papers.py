@@ -15,6 +15,7 @@ import pytest
 from xdeepserve.bench.papers import (
     allocation,
     context_caching,
+    deepserve,
     ems,
     every_value,
     expert_skew,
@@ -30,7 +31,7 @@ from xdeepserve.hw.spec import Spec
 # Their rows have tests of their own.
 SLOW = (
     *(superpod.colocated, superpod.disaggregated, production.rows),
-    *(ems.table_1, context_caching.figure_23, *every_value.SOURCES["eaas"]),
+    *(ems.table_1, context_caching.figure_23, deepserve.routes, *every_value.SOURCES["eaas"]),
     *(some[-1] for some in (every_value.SOURCES["cm"], every_value.SOURCES["ms"])),  # left out of fits
 )
 
@@ -61,6 +62,8 @@ def test_every_published_value_has_a_row(rows: list[Row]) -> None:
         "xds.ep.share25",
         "cm.t1/",
         "cm.cc.",
+        "ds.heat.",
+        "ds.pdaware.",
         "eaas.",
     )
     assert {name for name in published() if not name.startswith(slow)} <= names
@@ -205,7 +208,10 @@ def test_waves_of_tiles() -> None:
     )
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(every_value.SOURCES, "ds", (deepserve.preloading,))  # others take minutes
     assert main(["bench", "papers", "--paper", "ds", "--full"]) == 0
     out = capsys.readouterr().out
     assert "DeepServe publishes 20 things" in out
@@ -309,6 +315,7 @@ def test_all_papers_end_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> N
         Row("xds.headline/tpot", 45.0, "ms", "predicted"),
         Row("xds.a2e", 172.0, "us", "predicted"),
         Row("cm.t4/batch=96", 49.4, "ms", "calibrated"),
+        Row("ds.scale64", 5.0, "s", "predicted"),  # a bound has no error
         Row("eaas.save", 50.0, "%", "predicted"),
         Row("ms.dp/DBRX", 16, "nodes", "predicted"),
     ]

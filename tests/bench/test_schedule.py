@@ -11,7 +11,7 @@ from xdeepserve.bench.papers import heatmap, schedule
 from xdeepserve.cli import main
 from xdeepserve.engine.balance.heat_map import read_heat_map
 from xdeepserve.engine.deploy.policies import ROUTE
-from xdeepserve.platform.cluster import Cluster, PricedKind
+from xdeepserve.platform.cluster import PricedKind
 from xdeepserve.platform.fleet import Fleet
 from xdeepserve.platform.step_te import StepLimits
 from xdeepserve.prices.curve import Curve
@@ -25,11 +25,9 @@ KINDS = [PricedKind(PRICE, LIMITS, None, 0.0), PricedKind(PRICE, LIMITS, (PRICE,
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    def made_up(cluster: Cluster, block: int) -> list[PricedKind]:
-        return KINDS
-
+    monkeypatch.setattr(heatmap, "kinds", lambda: KINDS)
+    monkeypatch.setattr(heatmap, "here", lambda: heatmap.measured(KINDS))
     for module in (heatmap, schedule):
-        monkeypatch.setattr(module, "priced_kinds", made_up)
         monkeypatch.setattr(module, "NUM_REQUESTS", 40)
     monkeypatch.setattr(heatmap, "PROMPTS", (256, 4096))
     monkeypatch.setattr(heatmap, "OUTPUTS", (32, 512))

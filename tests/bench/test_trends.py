@@ -16,6 +16,8 @@ SLOW = (
     "pool",
     "experts",
     "microbatches",
+    "heat map",
+    "online",
     "policies",
     "services",
     "loss",
@@ -27,7 +29,7 @@ def test_there_are_many_each_once_and_each_of_a_paper() -> None:
     assert max(Counter(trend.id for trend in TRENDS).values()) == 1
     assert {paper_of(trend.id) for trend in TRENDS} <= set(PAPERS)
     assert {trend.rows for trend in TRENDS} == set(trends.ROWS)
-    assert sum(bool(trend.why) for trend in TRENDS) == 8
+    assert sum(bool(trend.why) for trend in TRENDS) == 10
 
 
 def check(trend: Trend) -> None:

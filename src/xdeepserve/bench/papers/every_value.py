@@ -25,6 +25,7 @@ from xdeepserve.bench.papers import (
     allocation,
     comm,
     context_caching,
+    deepserve,
     eaas_full_size,
     ems,
     expert_skew,
@@ -77,6 +78,7 @@ SOURCES: dict[str, tuple[Callable[[], Iterable[Row]], ...]] = {
         allocation.rows,
         functools.partial(fits.left_out_rows, "cm"),
     ),
+    "ds": (deepserve.rows, deepserve.routes),
     "eaas": (eaas_full_size.saving, eaas_full_size.loss, eaas_full_size.double_batching),
     "ms": (
         plan.table_3,
@@ -102,7 +104,7 @@ ALSO = {  # the same value, published under another id
 }
 ARITHMETIC = (
     *("xds.hw.pairs", "cm.t10/", "ms.t3/", "ms.ridge", "ms.moe_util", "ms.m2n.size"),
-    *("cm.t1/cold/", "cm.t1/dram/", "cm.t1/hit/", "cm.t1/switch/local-dram", "cm.t1/switch/ems"),
+    *("ds.dram/", "cm.t1/cold/", "cm.t1/dram/", "cm.t1/hit/", "cm.t1/switch/local-dram", "cm.t1/switch/ems"),
 )
 RESTATED = (  # what another row says, divided once more: no evidence of its own
     *("cm.t4/throughput/", "cm.t4/slo", "cm.t6/bandwidth/", "cm.t9/bandwidth/", "cm.mb.prefill.layer"),
@@ -113,11 +115,14 @@ RESTATED = (  # what another row says, divided once more: no evidence of its own
         "cm.headline/",
         "xds.headline/",
         "xds.dispatch_sub200",
+        "ds.heat.stable/uncertain",
     ),
     *("xds.dec288.iter/tpot", "xds.dec288.tput", "xds.disagg.perf/tpot", "xds.disagg.perf/tput"),
 )
 ELSEWHERE = ("eaas.",)  # of Hopper GPUs over RoCE, at contexts beyond planner.sweep.PUBLISHED
-UNSAID = ("xds.prod.perf/ttft",)  # published without the load and the share of cached prefixes
+UNSAID = (  # published without the load, the share of cached prefixes, the traces
+    *("xds.prod.perf/ttft", "ds.heat.stable/", "ds.pdaware.rps/"),
+)
 PREDICTED_UNSAID = "predicted, conditions not published"
 PREDICTED, PREDICTED_ELSEWHERE = "predicted", "predicted, other hardware"
 LEFT_OUT = "predicted, left out of the fit"
@@ -130,7 +135,7 @@ HEADLINES = {
     "xds.headline/throughput": "of a chip (decode of DeepSeek-R1 on 768 dies)",
     "xds.headline/tpot": "per output token",
 }
-COMPARED = {"xds", "cm", "eaas", "ms"}  # papers with rows
+COMPARED = {"xds", "cm", "ds", "eaas", "ms"}  # papers with rows
 WORDS = (
     "measured: counted on this implementation. calibrated: a parameter was fitted to this value. predicted: "
     "none was. arithmetic: follows from other published values. said again: another row's value in another "
