@@ -54,7 +54,7 @@ class ClusterManager:
     def __init__(
         self, store: JobStore, holder: str, names: Sequence[str], boot: Callable[[str], BootedProcess]
     ) -> None:
-        self._store, self._holder, self._names, self._boot = store, holder, names, boot
+        self._store, self._holder, self.names, self._boot = store, holder, names, boot
         self._lease: MasterLease | None = None
         self._own: dict[int, BootedProcess] = {}  # by number, of those that this one has started
 
@@ -81,7 +81,7 @@ class ClusterManager:
             return
         self._store.members.date_back(self._lease)
         found = {member.name: member for member in self._store.members.all()}
-        for name in self._names:
+        for name in self.names:
             self._see_to(name, found.get(name), self._lease)
         self._own = {pid: process for pid, process in self._own.items() if process.poll() is None}
 
@@ -132,7 +132,7 @@ class ClusterManager:
             return
         with contextlib.suppress(LeaseLostError, sqlite3.Error):
             for member in self._store.members.all():
-                if member.name in self._names and member.state not in ("lost", "gone"):
+                if member.name in self.names and member.state not in ("lost", "gone"):
                     self._store.members.move(member, "gone", "the cluster ends", self._lease)
                     end_member(member, signal.SIGTERM)
             self._store.give_up(self._lease)

@@ -14,6 +14,7 @@ from xdeepserve.cli.options import Parser
 from xdeepserve.errors import InputError
 
 MAX_JES = 64
+JES_OF_A_POD = "scheduler.job_executors"
 
 
 def add_options(parser: Parser) -> None:
@@ -23,6 +24,11 @@ def add_options(parser: Parser) -> None:
     )
     parser.add_argument("--state", type=Path, required=True, metavar="DIR", help="as of serve; shared by all")
     parser.add_argument("--jes", type=int, default=2, metavar="N", help="job executors; default 2")
+    parser.add_argument(
+        "--shared",
+        action="store_true",
+        help="the job executors share one pod, a process of its own; default: each has a pod",
+    )
     parser.add_argument("--host", default="127.0.0.1", help="of the door; default 127.0.0.1")
     parser.add_argument(
         "--port", type=int, default=8000, help="of the door; default 8000; 0 picks a free one"
@@ -39,10 +45,13 @@ def run(args: argparse.Namespace) -> int:
     from xdeepserve.jobs.cluster_manager import MEMBER, ClusterManager
     from xdeepserve.jobs.door.front_door import serve_door
     from xdeepserve.jobs.job_store import JobStore
+    from xdeepserve.jobs.member_table import POD
 
     if not 1 <= args.jes <= MAX_JES:
         raise InputError(f"--jes must lie in [1, {MAX_JES}], found {args.jes}")
-    own = {"--state", "--port", "--host", "--uds", MEMBER} & {each.split("=")[0] for each in args.serve}
+    own = {"--state", "--port", "--host", "--uds", "--share", "--pod", MEMBER} & {
+        each.split("=")[0] for each in args.serve
+    }
     if own:
         raise InputError(f"{', '.join(sorted(own))} is the cluster's own, and cannot be given for each serve")
     # What every member would refuse is said now, and not in the log of one that is started again for ever.
@@ -50,16 +59,29 @@ def run(args: argparse.Namespace) -> int:
     _, options = made(member, "127.0.0.1", 0)
     store = JobStore(args.state, time.monotonic)
 
+    place = args.state.resolve()
+    shared = ["--share", f"{place}/{POD}.sock"]
+    if not any(each.partition("=")[0].strip() == JES_OF_A_POD for each in member.overrides):
+        shared += ["--set", f"{JES_OF_A_POD}={args.jes}"]
+
+    def options_of(name: str) -> list[str]:
+        """Where a member listens, and where its TEs are."""
+        if not args.shared:
+            return ["--port", "0"]
+        if name == POD:
+            return ["--port", "0", *shared]
+        return ["--uds", f"{place}/{name}.sock", "--pod", f"{place}/{POD}.sock"]
+
     def boot(name: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "xdeepserve", "serve", "--state", str(args.state), "--port", "0"]
+        command = [sys.executable, "-m", "xdeepserve", "serve", "--state", str(args.state)]
         with (args.state / f"{name}.log").open("ab") as said:
             # A session of its own: it outlives its manager, and a signal at the terminal is not its own.
             return subprocess.Popen(
-                [*command, MEMBER, name, *args.serve],
+                [*command, *options_of(name), MEMBER, name, *args.serve],
                 stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True,
             )  # fmt: skip
 
-    names = [f"je-{number}" for number in range(args.jes)]
+    names = [POD] * args.shared + [f"je-{number}" for number in range(args.jes)]
     manager = ClusterManager(store, f"{os.getpid()}-{secrets.token_hex(4)}", names, boot)
     try:
         asyncio.run(serve_door(store.members, manager, args.host, args.port, options))
