@@ -10,11 +10,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from aiohttp import web
 
 from tests.engine.remains import check_nothing_is_left, settled
 from xdeepserve.api.server.endpoint import ApiEndpoint
 from xdeepserve.api.server.options import ServerOptions
-from xdeepserve.api.server.served_models import ServedModels
+from xdeepserve.api.server.served_models import MODELS, ServedModels
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.structured_outputs import StructuredOutputsParams
 from xdeepserve.engine.serving.engine import Engine
@@ -30,7 +31,8 @@ from xdeepserve.errors import (
 from xdeepserve.jobs import pod_frames, remote_engine
 from xdeepserve.jobs.door import pod_door
 from xdeepserve.jobs.door.pod_door import PodDoor
-from xdeepserve.jobs.remote_engine import Received, RemoteEngine
+from xdeepserve.jobs.door.shared_pod import follow_pod
+from xdeepserve.jobs.remote_engine import ReceivedOutput, RemoteEngine
 from xdeepserve.llm import build_engine
 
 SECONDS = 30.0
@@ -278,6 +280,34 @@ async def test_a_pod_that_does_not_come_back_is_an_error(
     await je.stop()
 
 
+async def test_models_come_and_go_with_the_pods(tmp_path: Path) -> None:
+    """A model that a job adds to the pod is served by all job executors, as long as it is there."""
+    engine = build_engine("tiny", "monolithic", "int8")
+    await engine.start()
+    models = ServedModels(ApiEndpoint(engine, ServerOptions()))
+    guest = build_engine("tiny", "monolithic", "int8", pod=engine.plan.pod)
+    guest.model_name = "tuned"
+    await guest.start()
+    door = PodDoor(models, str(tmp_path / "pod.sock"))
+    async with contextlib.aclosing(door.run()) as running:
+        await anext(running)
+        async with executor(tmp_path) as je:
+            app = web.Application()
+            app[MODELS] = seen = ServedModels(ApiEndpoint(je, ServerOptions()))
+            async with contextlib.aclosing(follow_pod(app)) as following:
+                await anext(following)
+                models.add("tuned", guest, 1234)
+                await until(lambda: seen.names == ["tiny", "tuned"], "the model of the job")
+                added = seen.find("tuned")
+                assert added.created == 1234
+                found = await whole(added.engine.submit(PROMPTS[0], SamplingParams(max_tokens=3), "a"))
+                assert len(tokens(found)) == 3
+                models.take("tuned")
+                await until(lambda: seen.names == ["tiny"], "the end of the model of the job")
+    await guest.stop()
+    await engine.stop()
+
+
 def test_nobody_is_at_the_socket(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"no pod was ready at .*pod.sock within 0.2 s"):
         remote_engine.remote_engine(str(tmp_path / "pod.sock"), "je-0", 0.2)
@@ -297,7 +327,7 @@ async def test_bytes_that_are_no_frame_end_the_connection_alone(tmp_path: Path) 
 
 def test_what_was_received_is_left_out() -> None:
     """However the pod cuts the same output the second time."""
-    received = Received()
+    received = ReceivedOutput()
     first = [OutputDelta(index=0, text=text, token_ids=[n], num_reasoning=1) for n, text in enumerate("abc")]
     assert all(received.rest(delta) is delta for delta in first)
     received.begin_again()
@@ -328,8 +358,8 @@ def test_errors_come_over_as_what_they_are_answered_as(error: XDeepServeError) -
 
 def test_frames_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pod_frames, "MAX_FRAME", 64)
-    submit = pod_frames.Submit(request_id="a", model="tiny", prompt=[1] * 100, params=SamplingParams())
-    with pytest.raises(ProtocolError, match=r"a Submit has .* bytes, 64 at most"):
+    submit = pod_frames.SubmitFrame(request_id="a", model="tiny", prompt=[1] * 100, params=SamplingParams())
+    with pytest.raises(ProtocolError, match=r"a SubmitFrame has .* bytes, 64 at most"):
         pod_frames.encoded(submit)
 
 

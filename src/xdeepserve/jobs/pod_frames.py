@@ -3,8 +3,8 @@
 A frame is 4 bytes of length, big endian, and a MessagePack object whose tag names its type. `request_id`
 names the same request in all frames, also after another JE has asked for it.
 
-    JE -> pod   Join, Room, Submit, Leave, Ask
-    pod -> JE   PodState, Accepted, Begun, Increment, Ended, Failed, Told
+    JE -> pod   JoinFrame, RoomFrame, SubmitFrame, LeaveFrame, AskFrame
+    pod -> JE   PodState, AcceptedFrame, BegunFrame, DeltaFrame, EndedFrame, FailedFrame, ToldFrame
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ MAX_FRAME = 256 << 20  # bytes: log probabilities of 160,000 tokens of a prompt 
 MAX_UNSENT = 256 << 20  # bytes to a process that does not read them, after which its connection is given up
 
 
-class Join(msgspec.Struct, tag=True, frozen=True):
+class JoinFrame(msgspec.Struct, tag=True, frozen=True):
     """First frame of a job executor: its number."""
 
     je: int
 
 
-class Room(msgspec.Struct, tag=True, frozen=True):
-    """Announces requests that are admitted together or refused: those that follow until the next Room."""
+class RoomFrame(msgspec.Struct, tag=True, frozen=True):
+    """Announces the requests until the next RoomFrame, which are admitted or refused together."""
 
     model: str
     num_new: int
 
 
-class Submit(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class SubmitFrame(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Asks for a request's output, from the first token on, whoever has asked for it before."""
 
     request_id: str
@@ -50,13 +50,13 @@ class Submit(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     parse: Parse = NOTHING
 
 
-class Leave(msgspec.Struct, tag=True, frozen=True):
-    """Gives a request up: nobody waits for its output."""
+class LeaveFrame(msgspec.Struct, tag=True, frozen=True):
+    """Gives up a request whose output is not wanted any more."""
 
     request_id: str
 
 
-class Ask(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class AskFrame(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Asks for the health of a model's TEs; with `params`, has the grammar of a request compiled instead."""
 
     request_id: str
@@ -65,7 +65,7 @@ class Ask(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     parse: Parse = NOTHING
 
 
-class ModelState(msgspec.Struct, frozen=True, kw_only=True):
+class SharedModel(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about a model of the pod, and its state now."""
 
     name: str
@@ -82,37 +82,37 @@ class ModelState(msgspec.Struct, frozen=True, kw_only=True):
 class PodState(msgspec.Struct, tag=True, frozen=True):
     """All models of the pod, the first one first; sent at once and then regularly."""
 
-    models: list[ModelState]
+    models: list[SharedModel]
 
 
-class Accepted(msgspec.Struct, tag=True, frozen=True):
+class AcceptedFrame(msgspec.Struct, tag=True, frozen=True):
     """The engine has taken a request, and samples with this seed."""
 
     request_id: str
     seed: int
 
 
-class Begun(msgspec.Struct, tag=True, frozen=True):
+class BegunFrame(msgspec.Struct, tag=True, frozen=True):
     """A choice of a request takes part in a step for the first time."""
 
     request_id: str
     choice: int
 
 
-class Increment(msgspec.Struct, tag=True, frozen=True):
+class DeltaFrame(msgspec.Struct, tag=True, frozen=True):
     """New output of a request."""
 
     request_id: str
     delta: OutputDelta
 
 
-class Ended(msgspec.Struct, tag=True, frozen=True):
+class EndedFrame(msgspec.Struct, tag=True, frozen=True):
     """All output of a request has been sent."""
 
     request_id: str
 
 
-class Failed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class FailedFrame(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """The error that a request or a question has ended with; `kind` is a key of ERRORS."""
 
     request_id: str
@@ -122,15 +122,15 @@ class Failed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     code: str | None = None
 
 
-class Told(msgspec.Struct, tag=True, frozen=True):
-    """Answer to Ask."""
+class ToldFrame(msgspec.Struct, tag=True, frozen=True):
+    """Answers the question of an AskFrame."""
 
     request_id: str
     health: list[TEHealth]
 
 
-FromJE = Join | Room | Submit | Leave | Ask
-FromPod = PodState | Accepted | Begun | Increment | Ended | Failed | Told
+FromJE = JoinFrame | RoomFrame | SubmitFrame | LeaveFrame | AskFrame
+FromPod = PodState | AcceptedFrame | BegunFrame | DeltaFrame | EndedFrame | FailedFrame | ToldFrame
 
 # Errors that the endpoint answers in different ways; the last one stands for all others.
 ERRORS: Final[dict[str, type[XDeepServeError]]] = {
@@ -138,14 +138,14 @@ ERRORS: Final[dict[str, type[XDeepServeError]]] = {
 }
 
 
-def failed(request_id: str, error: XDeepServeError) -> Failed:
+def failed(request_id: str, error: XDeepServeError) -> FailedFrame:
     """Make the frame for an error."""
     kind = next(name for name, each in ERRORS.items() if isinstance(error, each))
     param, code = getattr(error, "param", None), getattr(error, "code", None)
-    return Failed(request_id=request_id, kind=kind, message=str(error), param=param, code=code)
+    return FailedFrame(request_id=request_id, kind=kind, message=str(error), param=param, code=code)
 
 
-def error_of(frame: Failed) -> XDeepServeError:
+def error_of(frame: FailedFrame) -> XDeepServeError:
     """Make the error again that a frame was made for, or one that is answered alike."""
     if frame.kind == RequestError.__name__:
         return RequestError(frame.message, frame.param, frame.code)
@@ -165,8 +165,8 @@ def encoded(frame: FromJE | FromPod) -> bytes:
     return len(data).to_bytes(LENGTH, "big") + data
 
 
-class Channel:
-    """Frames over a connection, those that come of type `kind`."""
+class FrameChannel:
+    """Sends and receives frames by a connection; received ones are of type `kind`."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, kind: Any) -> None:
         self._reader, self._writer, self._decoder = reader, writer, decoder_of(kind)
@@ -194,6 +194,6 @@ class Channel:
                 yield frame
 
     def close(self) -> None:
-        """Close the connection, after what was sent. Harmless when repeated."""
+        """Close the connection when all frames have left. Harmless when repeated."""
         with contextlib.suppress(RuntimeError):  # the loop may be closing
             self._writer.close()

@@ -26,21 +26,21 @@ from xdeepserve.engine.te.reports import TEHealth
 from xdeepserve.errors import InputError, XDeepServeError, as_named
 from xdeepserve.jobs.pod_frames import (
     LENGTH,
-    Accepted,
-    Ask,
-    Begun,
-    Channel,
-    Ended,
-    Failed,
+    AcceptedFrame,
+    AskFrame,
+    BegunFrame,
+    DeltaFrame,
+    EndedFrame,
+    FailedFrame,
+    FrameChannel,
     FromPod,
-    Increment,
-    Join,
-    Leave,
-    ModelState,
+    JoinFrame,
+    LeaveFrame,
     PodState,
-    Room,
-    Submit,
-    Told,
+    RoomFrame,
+    SharedModel,
+    SubmitFrame,
+    ToldFrame,
     decoder_of,
     encoded,
     error_of,
@@ -55,7 +55,7 @@ log = logging.getLogger("xdeepserve.api")
 NEW = {"token_ids": 0, "logprobs": 0, "text": 0, "reasoning": 0, "tool_calls": 0, "num_reasoning": 0}
 
 
-class Received:
+class ReceivedOutput:
     """Output of a choice that was received, to be left out when the pod sends it again."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Received:
         self._now = dict(NEW)
 
     def rest(self, delta: OutputDelta) -> OutputDelta | None:
-        """Return what a delta has that is new; None if it has nothing."""
+        """Return the new part of a delta; None if all of it was received before."""
         is_again = self._now["token_ids"] < self._ever["token_ids"]
         for name in PARTS:
             value = getattr(delta, name)
@@ -90,10 +90,10 @@ class Received:
 class RemoteRequest:
     """Request that a pod in another process serves. Iterate over it to get its OutputDeltas."""
 
-    def __init__(self, link: PodLink, frame: Submit, on_scheduled: Callable[[int], None] | None) -> None:
+    def __init__(self, link: PodLink, frame: SubmitFrame, on_scheduled: Callable[[int], None] | None) -> None:
         self._link, self.frame, self._on_scheduled = link, frame, on_scheduled
         self._queue: asyncio.Queue[OutputDelta | XDeepServeError | None] = asyncio.Queue()
-        self._received = [Received() for _ in range(frame.params.n)]
+        self._received = [ReceivedOutput() for _ in range(frame.params.n)]
         self._answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.open_choices = set(range(frame.params.n))
         self.begun: set[int] = set()
@@ -112,26 +112,26 @@ class RemoteRequest:
         for received in self._received:
             received.begin_again()
 
-    def take(self, frame: Accepted | Begun | Increment | Ended | Failed) -> None:
+    def take(self, frame: AcceptedFrame | BegunFrame | DeltaFrame | EndedFrame | FailedFrame) -> None:
         """Take a frame of the pod about this request."""
-        if isinstance(frame, Accepted):
+        if isinstance(frame, AcceptedFrame):
             # Asked for once more, perhaps of another pod, it shall be drawn with the same random numbers.
             seed = frame.seed - (1 << 64) * (frame.seed > INT64_MAX)  # the same 64 bits as a client may send
             params = msgspec.structs.replace(self.frame.params, seed=seed)
             self.frame = msgspec.structs.replace(self.frame, params=params)
             if not self._answer.done():
                 self._answer.set_result(None)
-        elif isinstance(frame, Begun):
+        elif isinstance(frame, BegunFrame):
             if self._on_scheduled is not None and frame.choice not in self.begun:
                 notify(self._on_scheduled, frame.choice, about=f"request {self.frame.request_id}")
             self.begun.add(frame.choice)
-        elif isinstance(frame, Increment):
+        elif isinstance(frame, DeltaFrame):
             delta = self._received[frame.delta.index].rest(frame.delta)
             if delta is not None and delta.index in self.open_choices:
                 self._queue.put_nowait(delta)
                 if delta.finish_reason is not None:
                     self.open_choices.discard(delta.index)
-        elif isinstance(frame, Ended):
+        elif isinstance(frame, EndedFrame):
             self._queue.put_nowait(None)
         else:
             self.fail(error_of(frame))
@@ -171,9 +171,9 @@ class PodLink:
         self.path, self._je = path, je
         self.models = {model.name: model for model in state.models}
         self.gave_up: str | None = None  # why open requests have failed
-        self._channel: Channel | None = None
+        self._channel: FrameChannel | None = None
         self.requests: dict[str, RemoteRequest] = {}
-        self._questions: dict[str, tuple[Ask, asyncio.Future[list[TEHealth]]]] = {}
+        self._questions: dict[str, tuple[AskFrame, asyncio.Future[list[TEHealth]]]] = {}
         self._numbers = itertools.count()
         self._met = asyncio.Event()  # the pod has been reached, or given up
         self.work: asyncio.Task[None] | None = None
@@ -209,9 +209,9 @@ class PodLink:
                         await asyncio.sleep(RETRY_S)
             finally:
                 late.cancel()
-            self._channel = channel = Channel(reader, writer, FromPod)
+            self._channel = channel = FrameChannel(reader, writer, FromPod)
             self.gave_up = None
-            channel.send(encoded(Join(self._je)))
+            channel.send(encoded(JoinFrame(self._je)))
             for request in self.requests.values():
                 request.begin_again()
                 channel.send(encoded(request.frame))
@@ -244,18 +244,18 @@ class PodLink:
         elif (request := self.requests.get(frame.request_id)) is not None:
             request.take(frame)
         elif (found := self._questions.get(frame.request_id)) is not None and not found[1].done():
-            if isinstance(frame, Told):
+            if isinstance(frame, ToldFrame):
                 found[1].set_result(frame.health)
-            elif isinstance(frame, Failed):
+            elif isinstance(frame, FailedFrame):
                 found[1].set_exception(error_of(frame))
 
-    def send(self, frame: Room | Submit | Leave | Ask) -> None:
+    def send(self, frame: RoomFrame | SubmitFrame | LeaveFrame | AskFrame) -> None:
         """Send a frame, if there is a pod. Open requests and questions are sent again to the next one."""
         data = encoded(frame)
         if self._channel is not None:
             self._channel.send(data)
 
-    def open(self, frame: Submit, on_scheduled: Callable[[int], None] | None) -> RemoteRequest:
+    def open(self, frame: SubmitFrame, on_scheduled: Callable[[int], None] | None) -> RemoteRequest:
         """Ask the pod for a request."""
         request = RemoteRequest(self, frame, on_scheduled)
         self.send(frame)
@@ -265,13 +265,13 @@ class PodLink:
     def leave(self, request: RemoteRequest) -> None:
         """Forget a request, and have the pod forget it."""
         if self.requests.pop(request.frame.request_id, None) is not None:
-            self.send(Leave(request.frame.request_id))
+            self.send(LeaveFrame(request.frame.request_id))
 
     async def ask(
         self, model: str, params: SamplingParams | None = None, parse: Parse = NOTHING
     ) -> list[TEHealth]:
-        """Ask as Ask says. Raises XDeepServeError if no pod answers within AWAY_S."""
-        frame = Ask(request_id=f"ask-{next(self._numbers)}", model=model, params=params, parse=parse)
+        """Ask as AskFrame says. Raises XDeepServeError if no pod answers within AWAY_S."""
+        frame = AskFrame(request_id=f"ask-{next(self._numbers)}", model=model, params=params, parse=parse)
         answer: asyncio.Future[list[TEHealth]] = asyncio.get_running_loop().create_future()
         self._questions[frame.request_id] = frame, answer
         self.send(frame)
@@ -296,7 +296,7 @@ class RemoteEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
-    def _state(self) -> ModelState:
+    def _state(self) -> SharedModel:
         """State of the model, as far as it is known here."""
         self._last = self.link.models.get(self.model_name, self._last)
         return self._last
@@ -335,7 +335,7 @@ class RemoteEngine:
     ) -> RemoteRequest:
         """Ask the pod for a request. Refusals of the pod come from `accepted`."""
         prompt = list(prompt_token_ids)
-        frame = Submit(
+        frame = SubmitFrame(
             request_id=request_id, model=self.model_name, prompt=prompt, params=params, parse=parse
         )
         return self.link.open(frame, on_scheduled)
@@ -347,7 +347,7 @@ class RemoteEngine:
 
     def check_room(self, num_new: int) -> None:
         """Have the pod check its queue for the sequences of the requests that follow."""
-        self.link.send(Room(self.model_name, num_new))
+        self.link.send(RoomFrame(self.model_name, num_new))
 
     def stats(self) -> EngineStats:
         """Return the counters of the pod, but for running and waiting sequences: those are this JE's."""

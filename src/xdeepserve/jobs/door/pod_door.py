@@ -19,20 +19,20 @@ from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.serving.live import Request
 from xdeepserve.errors import ProtocolError, XDeepServeError, as_named
 from xdeepserve.jobs.pod_frames import (
-    Accepted,
-    Ask,
-    Begun,
-    Channel,
-    Ended,
+    AcceptedFrame,
+    AskFrame,
+    BegunFrame,
+    DeltaFrame,
+    EndedFrame,
+    FrameChannel,
     FromJE,
-    Increment,
-    Join,
-    Leave,
-    ModelState,
+    JoinFrame,
+    LeaveFrame,
     PodState,
-    Room,
-    Submit,
-    Told,
+    RoomFrame,
+    SharedModel,
+    SubmitFrame,
+    ToldFrame,
     encoded,
     failed,
 )
@@ -43,20 +43,20 @@ STATE_S = 0.5  # between two reports to all JEs
 log = logging.getLogger("xdeepserve.api")
 
 
-class Caller:
+class JECaller:
     """A job executor that is connected: its number, and why its present requests have no room, if so."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: FrameChannel) -> None:
         self.channel = channel
         self.je = 0
         self.refusal: XDeepServeError | None = None
 
 
-class Order:
+class PodOrder:
     """A request of a JE, its output so far, and who gets what follows: None if that JE was lost."""
 
-    def __init__(self, caller: Caller) -> None:
-        self.caller: Caller | None = caller
+    def __init__(self, caller: JECaller) -> None:
+        self.caller: JECaller | None = caller
         self.request: Request | None = None
         self.sent: list[bytes] = []
         self.end: asyncio.TimerHandle | None = None  # of its time without a JE
@@ -67,7 +67,7 @@ class Order:
         if self.caller is not None:
             self.caller.channel.send(data)
 
-    def go_to(self, caller: Caller) -> None:
+    def go_to(self, caller: JECaller) -> None:
         """Send all output so far to another JE, and what follows."""
         self.caller = caller
         if self.end is not None:
@@ -82,8 +82,8 @@ class PodDoor:
 
     def __init__(self, models: ServedModels, path: str) -> None:
         self._models, self._path = models, path
-        self._orders: dict[str, Order] = {}
-        self._callers: set[Caller] = set()
+        self._orders: dict[str, PodOrder] = {}
+        self._callers: set[JECaller] = set()
         self._work: set[asyncio.Task[None]] = set()
 
     async def run(self, app: web.Application | None = None) -> AsyncIterator[None]:
@@ -123,7 +123,7 @@ class PodDoor:
         for endpoint in self._models:
             engine = endpoint.engine
             states.append(
-                ModelState(
+                SharedModel(
                     name=engine.model_name,
                     directory=None if engine.directory is None else str(engine.directory.resolve()),
                     max_model_len=engine.max_model_len,
@@ -138,8 +138,8 @@ class PodDoor:
         return PodState(states)
 
     async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve a connection until it ends."""
-        caller = Caller(Channel(reader, writer, FromJE))
+        """Serve the connection of a job executor to its end."""
+        caller = JECaller(FrameChannel(reader, writer, FromJE))
         caller.channel.send(encoded(self.state()))
         self._callers.add(caller)
         try:
@@ -155,14 +155,16 @@ class PodDoor:
                     order.caller = None
                     order.end = asyncio.get_running_loop().call_later(KEEP_S, self._drop, request_id)
 
-    def _take(self, caller: Caller, frame: Join | Room | Submit | Leave | Ask) -> None:
-        if isinstance(frame, Join):
+    def _take(
+        self, caller: JECaller, frame: JoinFrame | RoomFrame | SubmitFrame | LeaveFrame | AskFrame
+    ) -> None:
+        if isinstance(frame, JoinFrame):
             caller.je = frame.je
-        elif isinstance(frame, Room):
+        elif isinstance(frame, RoomFrame):
             caller.refusal = self._refusal(frame)
-        elif isinstance(frame, Submit):
+        elif isinstance(frame, SubmitFrame):
             self._submit(caller, frame)
-        elif isinstance(frame, Leave):
+        elif isinstance(frame, LeaveFrame):
             order = self._orders.get(frame.request_id)
             if order is not None and order.caller is caller:  # not if another JE has asked for it since
                 self._drop(frame.request_id)
@@ -176,7 +178,7 @@ class PodDoor:
                 return endpoint.engine
         raise XDeepServeError(f"the pod does not serve the model {name} any more")
 
-    def _refusal(self, frame: Room) -> XDeepServeError | None:
+    def _refusal(self, frame: RoomFrame) -> XDeepServeError | None:
         """Return why the engine has no room for further sequences; None if it has."""
         try:
             self._engine(frame.model).check_room(frame.num_new)
@@ -184,16 +186,16 @@ class PodDoor:
             return error
         return None
 
-    def _submit(self, caller: Caller, frame: Submit) -> None:
+    def _submit(self, caller: JECaller, frame: SubmitFrame) -> None:
         """Give a request to its engine; if it has it already, send its output to this JE from now on."""
         known = self._orders.get(frame.request_id)
         if known is not None:
             known.go_to(caller)
             return
-        order = Order(caller)
+        order = PodOrder(caller)
 
         def begin(choice: int) -> None:
-            order.tell(encoded(Begun(frame.request_id, choice)))
+            order.tell(encoded(BegunFrame(frame.request_id, choice)))
 
         try:
             if caller.refusal is not None:
@@ -212,15 +214,15 @@ class PodDoor:
             caller.channel.send(encoded(failed(frame.request_id, as_named(error))))
             return
         self._orders[frame.request_id] = order
-        order.tell(encoded(Accepted(frame.request_id, order.request.sequences[0].seed)))
+        order.tell(encoded(AcceptedFrame(frame.request_id, order.request.sequences[0].seed)))
         self._spawn(self._serve(order, order.request), f"output of {frame.request_id}")
 
-    async def _serve(self, order: Order, request: Request) -> None:
-        """Send the output of a request to its end."""
+    async def _serve(self, order: PodOrder, request: Request) -> None:
+        """Send all output of a request to its job executor."""
         try:
             async for delta in request:
-                order.tell(encoded(Increment(request.request_id, delta)))
-            order.tell(encoded(Ended(request.request_id)))
+                order.tell(encoded(DeltaFrame(request.request_id, delta)))
+            order.tell(encoded(EndedFrame(request.request_id)))
         except XDeepServeError as error:
             order.tell(encoded(failed(request.request_id, error)))
 
@@ -233,14 +235,14 @@ class PodDoor:
         if order.request is not None:
             order.request.abort()
 
-    async def _answer(self, caller: Caller, frame: Ask) -> None:
+    async def _answer(self, caller: JECaller, frame: AskFrame) -> None:
         try:
             engine = self._engine(frame.model)
             if frame.params is not None:
                 await asyncio.to_thread(engine.prepare, frame.params, frame.parse)
-                answer = Told(frame.request_id, [])
+                answer = ToldFrame(frame.request_id, [])
             else:
-                answer = Told(frame.request_id, await engine.check_health())
+                answer = ToldFrame(frame.request_id, await engine.check_health())
             caller.channel.send(encoded(answer))
         except XDeepServeError as error:
             caller.channel.send(encoded(failed(frame.request_id, error)))
