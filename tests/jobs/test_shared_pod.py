@@ -263,6 +263,21 @@ async def test_a_request_goes_on_at_the_next_pod(tmp_path: Path) -> None:
         await until(lambda: not engine.left().requests, "the end of a request")
 
 
+async def test_a_request_that_ends_every_pod_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_engine, "MOST_LOST", 1)
+    async with pod(tmp_path, context=2048):
+        je = await connected(tmp_path)
+        handle = je.submit(PROMPTS[0], msgspec.structs.replace(LONG, max_tokens=2000), "a")
+        await handle.accepted()
+    async with pod(tmp_path, context=2048) as engine:
+        await until(lambda: engine.left().requests, "the request at the second pod")
+    async with pod(tmp_path, context=2048) as engine:
+        with pytest.raises(XDeepServeError, match="2 pods were lost while they had the request"):
+            await whole(handle)
+        assert not engine.left().requests
+        await je.stop()
+
+
 async def test_a_pod_that_does_not_come_back_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

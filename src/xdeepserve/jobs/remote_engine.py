@@ -50,6 +50,7 @@ from xdeepserve.model.tokenizer import Tokenizer, load_tokenizer
 START_S = 600.0  # for the pod to load its model
 AWAY_S = 60.0  # for the pod to come back, or to answer a question
 RETRY_S = 0.1
+MOST_LOST = 3  # pods, until a request that they all had is not sent to another one
 PARTS = ("token_ids", "logprobs", "text", "reasoning", "tool_calls")  # of a delta: what can be cut
 log = logging.getLogger("xdeepserve.api")
 NEW = {"token_ids": 0, "logprobs": 0, "text": 0, "reasoning": 0, "tool_calls": 0, "num_reasoning": 0}
@@ -98,6 +99,7 @@ class RemoteRequest:
         self.open_choices = set(range(frame.params.n))
         self.begun: set[int] = set()
         self._is_over = False
+        self.num_sent = 0  # to pods, one after the other
 
     async def accepted(self) -> None:
         """Wait until the pod has taken the request. Raises its refusal."""
@@ -107,10 +109,18 @@ class RemoteRequest:
             self.abort()
             raise
 
-    def begin_again(self) -> None:
-        """Expect all output from its beginning: the pod is asked anew."""
+    def begin_again(self) -> bool:
+        """Expect all output from its beginning, and return whether to ask the pod anew.
+
+        The request fails instead if MOST_LOST pods were lost with it: it may be what ends them.
+        """
+        if self.num_sent > MOST_LOST:
+            self.fail(XDeepServeError(f"{self.num_sent} pods were lost while they had the request"))
+            return False
+        self.num_sent += 1
         for received in self._received:
             received.begin_again()
+        return True
 
     def take(self, frame: AcceptedFrame | BegunFrame | DeltaFrame | EndedFrame | FailedFrame) -> None:
         """Take a frame of the pod about this request."""
@@ -213,8 +223,8 @@ class PodLink:
             self.gave_up = None
             channel.send(encoded(JoinFrame(self._je)))
             for request in self.requests.values():
-                request.begin_again()
-                channel.send(encoded(request.frame))
+                if request.begin_again():
+                    channel.send(encoded(request.frame))
             for question, _ in self._questions.values():
                 channel.send(encoded(question))
             self._met.set()
@@ -227,6 +237,7 @@ class PodLink:
             finally:
                 self._channel = None
                 channel.close()
+            await asyncio.sleep(RETRY_S)
 
     def _give_up(self, why: str) -> None:
         """Fail all that waits for the pod."""
@@ -259,6 +270,7 @@ class PodLink:
         """Ask the pod for a request."""
         request = RemoteRequest(self, frame, on_scheduled)
         self.send(frame)
+        request.num_sent += self._channel is not None
         self.requests[frame.request_id] = request
         return request
 
