@@ -14,6 +14,7 @@ from xdeepserve.cli.options import Parser
 from xdeepserve.errors import InputError
 
 MAX_JES = 64
+MAX_STATE = 90  # bytes of a path, of which a Unix socket's has 107, its own name included
 JES_OF_A_POD = "scheduler.job_executors"
 
 
@@ -23,7 +24,13 @@ def add_options(parser: Parser) -> None:
         "Run it twice on one directory: the second one stands by. What follows -- goes to each serve."
     )
     parser.add_argument("--state", type=Path, required=True, metavar="DIR", help="as of serve; shared by all")
-    parser.add_argument("--jes", type=int, default=2, metavar="N", help="job executors; default 2")
+    parser.add_argument(
+        "--jes",
+        type=_count,
+        default=(2, 2),
+        metavar="N|LEAST:MOST",
+        help="job executors; with --shared a range, by the requests in flight; default 2",
+    )
     parser.add_argument(
         "--shared",
         action="store_true",
@@ -34,6 +41,15 @@ def add_options(parser: Parser) -> None:
         "--port", type=int, default=8000, help="of the door; default 8000; 0 picks a free one"
     )
     parser.add_argument("serve", nargs="*", metavar="-- OPTION", help="of xdeepserve serve, for each of them")
+
+
+def _count(text: str) -> tuple[int, int]:
+    """Read the least and the most number of job executors: "3", or "1:4"."""
+    least, _, most = text.partition(":")
+    try:
+        return int(least), int(most or least)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected N or LEAST:MOST, found {text!r}") from None
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,8 +63,13 @@ def run(args: argparse.Namespace) -> int:
     from xdeepserve.jobs.job_store import JobStore
     from xdeepserve.jobs.member_table import POD
 
-    if not 1 <= args.jes <= MAX_JES:
-        raise InputError(f"--jes must lie in [1, {MAX_JES}], found {args.jes}")
+    least, most = args.jes
+    if not 1 <= least <= most <= MAX_JES:
+        raise InputError(f"--jes must lie in [1, {MAX_JES}], the least number first, found {least}:{most}")
+    if least < most and not args.shared:
+        raise InputError(
+            f"--jes {least}:{most} needs --shared: each job executor would load a pod of its own"
+        )
     own = {"--state", "--port", "--host", "--uds", "--share", "--pod", MEMBER} & {
         each.split("=")[0] for each in args.serve
     }
@@ -60,9 +81,13 @@ def run(args: argparse.Namespace) -> int:
     store = JobStore(args.state, time.monotonic)
 
     place = args.state.resolve()
+    if args.shared and len(os.fsencode(place)) > MAX_STATE:
+        raise InputError(
+            f"--state {place}: a path for sockets has {MAX_STATE} bytes at most; use a shorter one"
+        )
     shared = ["--share", f"{place}/{POD}.sock"]
     if not any(each.partition("=")[0].strip() == JES_OF_A_POD for each in member.overrides):
-        shared += ["--set", f"{JES_OF_A_POD}={args.jes}"]
+        shared += ["--set", f"{JES_OF_A_POD}={most}"]
 
     def options_of(name: str) -> list[str]:
         """Where a member listens, and where its TEs are."""
@@ -81,10 +106,10 @@ def run(args: argparse.Namespace) -> int:
                 stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True,
             )  # fmt: skip
 
-    names = [POD] * args.shared + [f"je-{number}" for number in range(args.jes)]
-    manager = ClusterManager(store, f"{os.getpid()}-{secrets.token_hex(4)}", names, boot)
+    names = [POD] * args.shared + [f"je-{number}" for number in range(least)]
+    manager = ClusterManager(store, f"{os.getpid()}-{secrets.token_hex(4)}", names, boot, least < most)
     try:
-        asyncio.run(serve_door(store.members, manager, args.host, args.port, options))
+        asyncio.run(serve_door(store.members, manager, args.host, args.port, options, most))
     finally:
         store.close()
     return 0

@@ -31,9 +31,10 @@ from xdeepserve.api.server.http_errors import ApiError, ErrorDetail, encode_erro
 from xdeepserve.api.server.options import ServerOptions
 from xdeepserve.api.server.server import address_of, bind, stop_signals
 from xdeepserve.errors import XDeepServeError
-from xdeepserve.jobs.cluster_manager import ClusterManager
+from xdeepserve.jobs.cluster_manager import LOOK_S, ClusterManager
 from xdeepserve.jobs.door.files import MAX_FILE_BYTES
 from xdeepserve.jobs.door.shared_pod import NAME, TIME
+from xdeepserve.jobs.je_scaling import LoadSince, wanted_jes
 from xdeepserve.jobs.member_table import POD, ClusterMember, MemberTable
 
 CONNECT_S = 5.0
@@ -119,6 +120,7 @@ class FrontDoor:
     def __init__(self, members: MemberTable, is_shared: bool) -> None:
         self._members, self._is_shared = members, is_shared
         self._places, self._numbers = itertools.count(), itertools.count()
+        self.in_flight = 0  # requests for job executors
         self._name = secrets.token_hex(4)
         self._sessions: dict[str, aiohttp.ClientSession] = {}  # by Unix socket; "" for all other addresses
 
@@ -143,6 +145,15 @@ class FrontDoor:
         return self._sessions[path], "http://localhost" if path else member.address
 
     async def pass_on(self, request: web.Request) -> web.StreamResponse:
+        """Pass a request on as `_pass_on` does, and count it while it is in flight."""
+        is_for_jes = request.path.startswith(FOR_JES)
+        self.in_flight += is_for_jes
+        try:
+            return await self._pass_on(request)
+        finally:
+            self.in_flight -= is_for_jes
+
+    async def _pass_on(self, request: web.Request) -> web.StreamResponse:
         """Pass a request to members in turn until one answers. Raises ApiError if none is ready."""
         body, tried, answer = await request.read(), set[int](), PassedAnswer(request)
         headers, lost = self._headers(request), ""
@@ -207,6 +218,9 @@ class FrontDoor:
                 await answer.give(member, found)
 
 
+DOOR = web.AppKey("DOOR", FrontDoor)
+
+
 def build_door(
     members: MemberTable, manager: ClusterManager, options: ServerOptions | None = None
 ) -> web.Application:
@@ -231,17 +245,31 @@ def build_door(
             Route("*", "/{path:.*}", door.pass_on, "Ask a member.", takes=PASSED_ON),
         ),
     )
+    app[DOOR] = door
     app.cleanup_ctx.append(door.run)
     return app
 
 
+async def scale_jes(door: FrontDoor, manager: ClusterManager, most: int) -> None:
+    """Let the number of job executors follow the requests that this door has in flight, if it may change."""
+    jes = [name for name in manager.names if name != POD]
+    least, since = len(jes), LoadSince()
+    while manager.is_scaled:
+        await asyncio.sleep(LOOK_S)
+        now = asyncio.get_running_loop().time()
+        wanted, since = wanted_jes(now, door.in_flight, len(jes), least, most, since)
+        jes = [f"je-{number}" for number in range(wanted)]
+        manager.names = [POD, *jes]
+
+
 async def serve_door(
-    members: MemberTable, manager: ClusterManager, host: str, port: int, options: ServerOptions
+    members: MemberTable, manager: ClusterManager, host: str, port: int, options: ServerOptions, most_jes: int
 ) -> None:
     """Pass requests on until a signal, while the manager leads or stands by. Raises InputError if the address
     cannot be bound."""
     listener = bind(host, port)
     app = build_door(members, manager, options)
+    scaling = asyncio.create_task(scale_jes(app[DOOR], manager, most_jes), name="number of job executors")
     app[ADDRESS] = address_of(listener)
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
     work = asyncio.create_task(manager.run(), name="cluster manager")
@@ -252,7 +280,8 @@ async def serve_door(
             print(f"listening on {app[ADDRESS]}", flush=True)
             await stopped.wait()
         finally:
-            work.cancel()
-            await asyncio.gather(work, return_exceptions=True)
+            for task in (work, scaling):
+                task.cancel()
+            await asyncio.gather(work, scaling, return_exceptions=True)
             await runner.cleanup()
             manager.close()
