@@ -20,6 +20,7 @@ import pytest
 
 from tests.api.commands import Command
 from xdeepserve import LLM, SamplingParams
+from xdeepserve.cli import main
 
 SECONDS = 180.0
 NUM_TOKENS = 150
@@ -97,6 +98,32 @@ def expected() -> list[str]:
     ]
     with LLM("tiny", "monolithic", overrides=["max_model_len=256"]) as llm:
         return [output.outputs[0].text for output in llm.generate(PROMPTS, params)]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["cluster", "--jes", "x"], "--jes: expected N or LEAST:MOST, found 'x'"),
+        (["cluster", "--jes", "3:2", "--shared"], "the least number first, found 3:2"),
+        (["cluster", "--jes", "1:2"], "--jes 1:2 needs --shared"),
+        (["cluster", "--shared", "--", "--pod", "a"], "--pod is the cluster's own"),
+        (["serve", "--pod", "a", "--member", "je-0"], "--pod needs --uds"),
+    ],
+)
+def test_options_that_cannot_work(
+    tmp_path: Path, words: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, *options = words
+    with pytest.raises(SystemExit) as ended:
+        raise SystemExit(main([command, "--state", str(tmp_path), *options]))
+    assert ended.value.code == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert line in said
+
+
+def test_a_state_directory_too_deep_for_sockets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cluster", "--shared", "--state", str(tmp_path / ("a" * 90))]) == 2
+    assert "90 bytes at most; use a shorter one" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("lost", ["je", "pod"])

@@ -107,6 +107,7 @@ async def answers(engine: AsyncEngine, params: SamplingParams) -> list[list[Outp
     return list(await asyncio.gather(*map(whole, handles)))
 
 
+@pytest.mark.always
 async def test_a_job_executor_gives_the_pods_own_answers(tmp_path: Path) -> None:
     params = SamplingParams(
         max_tokens=12, temperature=1.0, seed=5, n=2, logprobs=2, prompt_logprobs=1, ignore_eos=True

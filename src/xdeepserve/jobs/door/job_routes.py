@@ -77,6 +77,8 @@ def check_options(options: ServerOptions) -> None:
     """Raise InputError for a state directory or tools that cannot be used, before a model is loaded."""
     if options.state is not None:
         check_state(options.state)
+    if options.pod is not None and options.uds is None:
+        raise InputError("--pod needs --uds: a job executor trusts its door, which others could not imitate")
     if options.tools is not None:
         if options.state is None:
             raise InputError("--tools needs --state DIR, where the jobs of agents are kept")
