@@ -31,6 +31,7 @@ PARTS: Final[Mapping[str, str]] = {  # "module:name"
     "servers outside": "xdeepserve.remote.servers_outside:servers_outside",
     "way over cards": "xdeepserve.m2n.way:M2NWay",
     "clock way over cards": "xdeepserve.m2n.clock_way:M2NClock",
+    "remote engine": "xdeepserve.jobs.remote_engine:remote_engine",
     "recording": "xdeepserve.page.page_record:recording",
     "options of jobs": "xdeepserve.jobs.door.job_routes:check_options",
 }

@@ -104,6 +104,9 @@ class FakeHandle:
             self._engine.live.discard(self)
             self.is_aborted.set()
 
+    async def accepted(self) -> None:
+        """It is, by `submit`."""
+
     def __aiter__(self) -> AsyncIterator[OutputDelta]:
         return self
 
@@ -191,6 +194,7 @@ class FakeEngine:
     """Continues prompts with `script`'s tokens, or letters that depend on prompt, choice and seed."""
 
     model_name = "fake"
+    directory = None
     vocab_size = VOCAB_SIZE
 
     def __init__(

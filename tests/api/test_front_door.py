@@ -21,7 +21,9 @@ from tests.jobs.tools import child_of
 from xdeepserve.cli import main
 from xdeepserve.jobs.cluster_manager import LEASE_S
 from xdeepserve.jobs.door import front_door
+from xdeepserve.jobs.door.shared_pod import NAME, TIME
 from xdeepserve.jobs.lease import CLUSTER_MANAGER
+from xdeepserve.jobs.member_table import POD
 
 
 async def answers(request: web.Request) -> web.Response:
@@ -84,6 +86,73 @@ async def test_a_stream_that_has_begun_ends_with_an_error(tmp_path: Path) -> Non
         assert first == 'data: {"n": 1}'
         error = json.loads(last.removeprefix("data: "))["error"]
         assert (error["message"], error["code"]) == ("je-0 was lost", "job_executor_lost")
+
+
+def streams(*events: str, seen: list[dict[str, str]], is_cut: bool = False) -> Any:
+    """A member that sends events, and then is lost if `is_cut`; `seen` gets the headers of its requests."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        seen.append({name: request.headers[name] for name in (NAME, TIME, "X-Request-Id")})
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for event in events:
+            await response.write(f"data: {event}\n\n".encode())
+        if is_cut:
+            assert request.transport is not None
+            request.transport.abort()
+        return response
+
+    return answer
+
+
+async def test_a_stream_goes_on_at_another_member_of_the_same_pod(tmp_path: Path) -> None:
+    """Under the same name, which only the door gives; the client gets each event once."""
+    seen: list[dict[str, str]] = []
+    members = (
+        streams("1", seen=seen, is_cut=True),
+        streams(
+            "1", "2", "3", "4", seen=seen
+        ),  # asked last: of two that are left, it is the other one's turn
+        streams("1", "2", "3", seen=seen, is_cut=True),
+    )
+    async with door(tmp_path, *members, is_shared=True) as (client, _):
+        forged = {NAME: "mine", TIME: "0"}
+        async with client.post("/v1/completions", json={}, headers=forged) as answer:
+            assert await answer.text() == "".join(f"data: {n}\n\n" for n in range(1, 5))
+    assert len(seen) == 3
+    assert seen[0] == seen[1] == seen[2]
+    assert seen[0][NAME] == seen[0]["X-Request-Id"] != "mine"
+    assert int(seen[0][TIME]) > 0
+
+
+@pytest.mark.parametrize("events", [("0", "2"), ("1 2",), ()])
+async def test_a_stream_does_not_go_on_with_another_answer(
+    tmp_path: Path, events: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(front_door, "WAIT_S", 0.3)
+    seen: list[dict[str, str]] = []
+    members = streams("1", seen=seen, is_cut=True), streams(*events, seen=seen)
+    async with (
+        door(tmp_path, *members, is_shared=True) as (client, _),
+        client.post("/v1/completions", json={}) as answer,
+    ):
+        first, last = (await answer.text()).strip().split("\n\n")
+    assert first == "data: 1"
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "job_executor_lost"
+
+
+async def test_what_is_kept_in_the_pod_is_asked_there(tmp_path: Path) -> None:
+    async with door(tmp_path, answers, answers, is_shared=True) as (client, store):
+        lease = store.take_lease("a", LEASE_S, CLUSTER_MANAGER)
+        assert lease is not None
+        (_, second) = store.members.all()
+        store.members.start(POD, 7, lease)
+        store.members.beat(POD, 7, str(second.address), [])
+        reached = []
+        for path in ("/v1/responses", "/v1/files", "/v1/models", "/admin/tes", "/v1/chat/completions"):
+            async with client.get(path) as answer:
+                reached.append(answer.headers["X-Job-Executor"])
+        assert reached == [POD] * 4 + ["je-0"]
 
 
 async def test_nobody_is_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

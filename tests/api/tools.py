@@ -17,6 +17,7 @@ from xdeepserve.jobs.cluster_manager import LEASE_S, ClusterManager
 from xdeepserve.jobs.door.front_door import build_door
 from xdeepserve.jobs.job_store import JobStore
 from xdeepserve.jobs.lease import CLUSTER_MANAGER
+from xdeepserve.jobs.member_table import POD
 
 FORM = {"Content-Type": "multipart/form-data; boundary=x"}
 
@@ -30,8 +31,10 @@ async def serve(stack: contextlib.AsyncExitStack, app: web.Application) -> str:
 
 
 @contextlib.asynccontextmanager
-async def door(path: Path, *handlers: Any) -> AsyncIterator[tuple[aiohttp.ClientSession, JobStore]]:
-    """A door to members of which each does as its handler."""
+async def door(
+    path: Path, *handlers: Any, is_shared: bool = False
+) -> AsyncIterator[tuple[aiohttp.ClientSession, JobStore]]:
+    """A door to members of which each does as its handler; `is_shared`: as if they shared a pod."""
     store = JobStore(path / "state", Time())
     lease = store.take_lease("a", LEASE_S, CLUSTER_MANAGER)
     assert lease is not None
@@ -41,7 +44,7 @@ async def door(path: Path, *handlers: Any) -> AsyncIterator[tuple[aiohttp.Client
             app.router.add_route("*", "/{path:.*}", handler)
             store.members.start(f"je-{number}", number, lease)
             store.members.beat(f"je-{number}", number, await serve(stack, app), [])
-        manager = ClusterManager(store, "b", [], lambda name: pytest.fail(name))
+        manager = ClusterManager(store, "b", [POD] * is_shared, lambda name: pytest.fail(name))
         address = await serve(stack, build_door(store.members, manager))
         yield await stack.enter_async_context(aiohttp.ClientSession(address)), store
     store.close()

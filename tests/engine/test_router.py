@@ -89,8 +89,10 @@ def test_several_job_executors_and_the_same_requests_take_the_same_ways(tiny: Ti
             digests.add(digest(llm.generate(PROMPTS * 2, PARAMS, keep_logits=True)))
             ways.append(dict(places))
             router = llm.engine.je.router
-            seqs: list[Any] = [SimpleNamespace(seq_id=seq_id) for seq_id in range(64)]
+            seqs: list[Any] = [SimpleNamespace(seq_id=seq_id, je=None) for seq_id in range(64)]
             assert {router.reached(seq) for seq in seqs} == {*range(executors)}
+            known: list[Any] = [SimpleNamespace(seq_id=seq_id, je=2) for seq_id in range(64)]
+            assert {router.reached(seq) for seq in known} == {2 % executors}
             assert not any(ledger.given for ledger in router.ledgers)
     assert len(digests) == 1
     assert ways[1] == ways[2] != ways[0]

@@ -14,6 +14,7 @@ from tests.jobs.tools import Time
 from xdeepserve.errors import InputError
 from xdeepserve.jobs import cluster_manager, state_file
 from xdeepserve.jobs.cluster_manager import LEASE_S, LOST_S, START_S, SUSPECT_S, ClusterManager, is_there
+from xdeepserve.jobs.je_scaling import UP, LoadSince, wanted_jes
 from xdeepserve.jobs.job_states import MEMBER_MOVES, IllegalMoveError
 from xdeepserve.jobs.job_store import JobStore
 from xdeepserve.jobs.lease import CLUSTER_MANAGER, LeaseLostError, MasterLease
@@ -176,6 +177,50 @@ def test_a_member_goes_only_where_the_table_says(cluster: Cluster, old: str, new
         with pytest.raises(IllegalMoveError):
             cluster.members.move(member, new, "so", lease)  # type: ignore[arg-type]
         assert cluster.states() == [old]
+
+
+def test_members_without_a_name_are_ended_where_their_number_may_change(cluster: Cluster) -> None:
+    cluster.manager(count=3).look()
+    cluster.beat("je-0", "je-1", "je-2")
+    pid = cluster.members.all()[2].pid
+    cluster.manager(count=2).look()
+    assert cluster.states() == ["ready"] * 3, "a manager of a fixed number leaves others alone"
+    scaled = ClusterManager(cluster.store, "a", ["je-0", "je-1"], cluster.computer.boot, is_scaled=True)
+    scaled.look()
+    assert cluster.states() == ["ready", "ready", "gone"]
+    assert cluster.computer.killed == [(pid, signal.SIGKILL)]
+    scaled.names.append("je-2")
+    scaled.look()
+    assert cluster.states() == ["ready", "ready", "starting"]
+
+
+def counts(load: list[int]) -> list[int]:
+    """The numbers of job executors while a cluster of 1 to 4 has this load, a number each half second."""
+    count, since, found = 1, LoadSince(), []
+    for step, in_flight in enumerate(load):
+        count, since = wanted_jes(step / 2, in_flight, count, 1, 4, since)
+        found.append(count)
+    return found
+
+
+def test_job_executors_come_and_go_with_load_that_lasts() -> None:
+    found = counts([4 * UP] * 100)
+    assert found[3:6] == [1, 2, 2], "after 2 s"
+    assert found[-1] == 4, "the load is not above the bound for more than 4"
+    assert counts([100 * UP] * 100)[-1] == 4
+    assert set(counts([100 * UP, 0] * 100)) == {1}, "a load that does not last"
+    falls = counts([4 * UP] * 40 + [0] * 400)
+    assert [falls[40 + step] for step in (0, 58, 60, 120, 122, 184)] == [4, 4, 3, 3, 2, 1]
+    assert falls[-1] == 1
+
+
+@pytest.mark.parametrize("in_flight", range(0, 5 * UP, 4))
+def test_a_steady_load_has_a_steady_number(in_flight: int) -> None:
+    """No number is left that the same load brings back."""
+    found = counts([in_flight] * 1000)
+    assert found == sorted(found)
+    down = counts([100 * UP] * 40 + [in_flight] * 1000)[40:]
+    assert down == sorted(down, reverse=True)
 
 
 def test_a_number_that_another_process_has_by_now_is_left_alone() -> None:

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from xdeepserve import wings
 from xdeepserve.cli.options import (
@@ -28,7 +28,6 @@ from xdeepserve.progress import working
 
 if TYPE_CHECKING:
     from xdeepserve.api.server.options import ServerOptions
-    from xdeepserve.engine.serving.engine import Engine
 
 
 def add_options(parser: Parser) -> None:
@@ -76,6 +75,8 @@ def add_options(parser: Parser) -> None:
         help="Python functions that agents may call (xdeepserve docs jobs)",
     )
     parser.add_argument("--member", help=argparse.SUPPRESS)  # of `xdeepserve cluster`, which starts it
+    parser.add_argument("--share", help=argparse.SUPPRESS)  # both of `cluster --shared`
+    parser.add_argument("--pod", help=argparse.SUPPRESS)
     parser.add_argument("--uds", metavar="PATH", help="listen on a Unix socket instead")
     parser.add_argument(
         "--served-model-name", nargs="+", default=[], metavar="NAME", help="what clients may call the model"
@@ -133,12 +134,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def made(args: argparse.Namespace, host: str, port: int) -> tuple[Engine, ServerOptions]:
-    """Build the engine, with nothing loaded, and the server's options. Raises InputError for options that
-    cannot work."""
+def made(args: argparse.Namespace, host: str, port: int) -> tuple[Any, ServerOptions]:
+    """Build the engine, with nothing loaded, and the server's options. With --pod the engine is that of a job
+    executor, whose TEs are elsewhere. Raises InputError for options that cannot work."""
     from xdeepserve.llm import build_engine
 
     options = _options(args, host, port)
+    if args.pod is not None:
+        return wings.part("remote engine")(args.pod, args.member), options
     faults = faults_of(args)
     engine = build_engine(
         args.model, args.deployment, args.precision, overrides=overrides_of(args), warm_up=True, faults=faults
@@ -173,6 +176,8 @@ def _options(args: argparse.Namespace, host: str, port: int) -> ServerOptions:
         state=args.state,
         tools=args.tools,
         member=args.member,
+        share=args.share,
+        pod=args.pod,
     )
     options.ssl_context()
     if args.record is not None:

@@ -49,12 +49,21 @@ class BootedProcess(Protocol):
 
 
 class ClusterManager:
-    """Keeps the members `names` running, as `holder`. `boot` starts the process of a member."""
+    """Keeps the members `names` running, as `holder`. `boot` starts the process of a member.
+
+    If it `is_scaled`, `names` may change, and members without a name there are ended.
+    """
 
     def __init__(
-        self, store: JobStore, holder: str, names: Sequence[str], boot: Callable[[str], BootedProcess]
+        self,
+        store: JobStore,
+        holder: str,
+        names: Sequence[str],
+        boot: Callable[[str], BootedProcess],
+        is_scaled: bool = False,
     ) -> None:
-        self._store, self._holder, self._names, self._boot = store, holder, names, boot
+        self._store, self._holder, self.names, self._boot = store, holder, list(names), boot
+        self.is_scaled = is_scaled
         self._lease: MasterLease | None = None
         self._own: dict[int, BootedProcess] = {}  # by number, of those that this one has started
 
@@ -81,7 +90,11 @@ class ClusterManager:
             return
         self._store.members.date_back(self._lease)
         found = {member.name: member for member in self._store.members.all()}
-        for name in self._names:
+        if self.is_scaled:
+            for member in found.values():
+                if member.name not in self.names and member.state not in ("lost", "gone"):
+                    self._part_with(member, self._lease)
+        for name in self.names:
             self._see_to(name, found.get(name), self._lease)
         self._own = {pid: process for pid, process in self._own.items() if process.poll() is None}
 
@@ -102,6 +115,13 @@ class ClusterManager:
             os.kill(process.pid, signal.SIGKILL)
             raise
         log.warning("%s was started as process %d", name, process.pid)
+
+    def _part_with(self, member: ClusterMember, lease: MasterLease) -> None:
+        """End a member that there are too many of, as if it were lost: the pod goes on with its requests, and
+        doors ask other members for them."""
+        log.warning("%s is taken away", member.name)
+        self._store.members.move(member, "gone", "the load is low", lease)
+        end_member(member)
 
     def _judge(self, member: ClusterMember, lease: MasterLease) -> None:
         """Judge a member: lost if its process has ended or was silent for LOST_S, suspect after SUSPECT_S."""
@@ -132,7 +152,7 @@ class ClusterManager:
             return
         with contextlib.suppress(LeaseLostError, sqlite3.Error):
             for member in self._store.members.all():
-                if member.name in self._names and member.state not in ("lost", "gone"):
+                if member.name in self.names and member.state not in ("lost", "gone"):
                     self._store.members.move(member, "gone", "the cluster ends", self._lease)
                     end_member(member, signal.SIGTERM)
             self._store.give_up(self._lease)

@@ -1,4 +1,5 @@
 """The table of members: job executors (JEs), each a process with TEs, and the manager's knowledge of them.
+Where JEs share the TEs of a pod, the pod is a member, too.
 
 A member reports itself and its TEs by heartbeats (soft state: a lost report comes again with the next
 heartbeat). The cluster manager finds out which members are silent, have failed or have ended. A member is
@@ -20,6 +21,7 @@ from xdeepserve.jobs.job_states import MEMBER_MOVES, MemberState, check_move
 from xdeepserve.jobs.lease import MasterLease
 from xdeepserve.jobs.state_file import transaction
 
+POD = "pod"  # name of the member with the TEs, where job executors share them
 COLUMNS = "name, state, address, pid, boots, beat_at, reason, tes"
 
 

@@ -62,8 +62,8 @@ def furnish(app: web.Application) -> None:
     if isinstance(engine, Engine):
         app[WATCH] = PodWatch(engine, None if options.admin else NEEDS_ADMIN)
         app[BREAKER] = Breaker(engine)
-    if options.record is not None:
-        app.cleanup_ctx.append(record_page)
+        if options.record is not None:
+            app.cleanup_ctx.append(record_page)
 
 
 async def record_page(app: web.Application) -> AsyncIterator[None]:

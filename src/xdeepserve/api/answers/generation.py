@@ -88,6 +88,8 @@ class Generation:
                     on_scheduled=partial(self._begin, i),
                 )
                 self._handles.append(handle)
+            for handle in self._handles:
+                await handle.accepted()
         except BaseException:
             self._abort()
             raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator
 from typing import Any, NamedTuple
 
@@ -33,6 +32,7 @@ from xdeepserve.api.openai.tools import offered_tools
 from xdeepserve.api.routes.body import judge_variables, read_body
 from xdeepserve.api.routes.fields import note_ignored
 from xdeepserve.api.server.endpoint import (
+    CREATED,
     ENGINE_REQUEST_ID,
     REQUEST_ID,
     ApiEndpoint,
@@ -63,7 +63,8 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     judge_variables(request, body.chat_template_kwargs, endpoint.tokenizer.template_variables)
     note_unread_effort(request, endpoint, body, "reasoning_effort")
     prepared = await prepare_chat(endpoint, body)
-    answer = ChatAnswer(endpoint, body, f"chatcmpl-{request[REQUEST_ID]}", request[ENGINE_REQUEST_ID])
+    name, created = f"chatcmpl-{request[REQUEST_ID]}", request[CREATED]
+    answer = ChatAnswer(endpoint, body, name, request[ENGINE_REQUEST_ID], created)
     async with endpoint.generate(
         request, [prepared.prompt], prepared.params, "messages", prepared.parse, limit_param(body)
     ) as generation:
@@ -172,7 +173,9 @@ def num_top_logprobs(body: ChatRequest) -> int | None:
 class ChatAnswer:
     """Turns a generation's deltas into the response of one request, whole or in chunks."""
 
-    def __init__(self, endpoint: ApiEndpoint, body: ChatRequest, response_id: str, call_prefix: str) -> None:
+    def __init__(
+        self, endpoint: ApiEndpoint, body: ChatRequest, response_id: str, call_prefix: str, created: int
+    ) -> None:
         self.endpoint = endpoint
         self.body = body
         self.response_id = response_id
@@ -181,7 +184,7 @@ class ChatAnswer:
         self._shows_reasoning = body.include_reasoning is not False and not is_hidden
         self.call_prefix = call_prefix  # of the ids of tool calls
         self._calls_tools: set[int] = set()  # choices
-        self.created = int(time.time())
+        self.created = created
 
     async def chunks(self, generation: Generation) -> AsyncGenerator[ChatChunk, None]:
         """Yield, for each choice, a chunk with the role, chunks with content, and an empty one with the

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -24,6 +23,7 @@ from xdeepserve.api.openai.requests import CompletionRequest
 from xdeepserve.api.openai.structured import requested_form
 from xdeepserve.api.routes.body import read_body
 from xdeepserve.api.server.endpoint import (
+    CREATED,
     MAX_CHOICES,
     REQUEST_ID,
     ApiEndpoint,
@@ -65,7 +65,8 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         kept = truncated(prompt.token_ids, body.truncate_prompt_tokens, endpoint.engine.max_model_len)
         if len(kept) < len(prompt.token_ids):
             prompt.token_ids, prompt.text = kept, None
-    answer = CompletionAnswer(endpoint, body, prompts, form, f"cmpl-{request[REQUEST_ID]}")
+    name, created = f"cmpl-{request[REQUEST_ID]}", request[CREATED]
+    answer = CompletionAnswer(endpoint, body, prompts, form, name, created)
     await endpoint.prepare(answer.params, NOTHING, blamed)
     token_ids, limit = [p.token_ids for p in prompts], limit_param(body)
     async with endpoint.generate(request, token_ids, answer.params, limit_param=limit) as generation:
@@ -136,12 +137,13 @@ class CompletionAnswer:
         prompts: list[Prompt],
         form: StructuredOutputsParams | None,
         response_id: str,
+        created: int,
     ) -> None:
         self.endpoint = endpoint
         self.body = body
         self._namer = endpoint.namer_for(body)
         self.response_id = response_id
-        self.created = int(time.time())
+        self.created = created
         self.prompts = prompts
         max_tokens = requested_max_tokens(body, low=0 if body.echo else 1)
         if max_tokens is None:

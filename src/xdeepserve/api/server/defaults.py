@@ -7,7 +7,6 @@ import logging
 from typing import Any
 
 from xdeepserve.engine.dp.sampling_params import SamplingParams
-from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.serving.request import AsyncEngine
 from xdeepserve.errors import RequestError, abridged
 
@@ -24,7 +23,7 @@ log = logging.getLogger("xdeepserve.api")
 def checkpoint_defaults(engine: AsyncEngine) -> dict[str, Any]:
     """Read the sampling defaults of an engine's checkpoint; a line of the log names them. Empty without a
     file, or where its values are those of every request."""
-    path = engine.plan.checkpoint.directory / FILE if isinstance(engine, Engine) else None
+    path = None if engine.directory is None else engine.directory / FILE
     if path is None or not path.is_file():
         return {}
     taken = sampling_defaults(json.loads(path.read_bytes()))  # the checkpoint was loaded: it is an object

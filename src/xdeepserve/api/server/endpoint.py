@@ -162,6 +162,7 @@ ENDPOINT = web.AppKey("ENDPOINT", ApiEndpoint)
 # A request's public name, which a client may choose, and the engine's, which is unique whatever clients send.
 REQUEST_ID = web.RequestKey("REQUEST_ID", str)
 ENGINE_REQUEST_ID = web.RequestKey("ENGINE_REQUEST_ID", str)
+CREATED = web.RequestKey("CREATED", int)  # when it came, in seconds since 1970
 
 
 def sampling_params(

@@ -33,6 +33,8 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     state               directory in which files and jobs are kept (jobs/door); without, none are taken
     tools               file with the functions that agents may call (jobs/agent_tools.py)
     member              name under which this server is a member of a cluster (jobs/door/member_beat.py)
+    share               path of a Unix socket on which job executors reach the pod (jobs/door/pod_door.py)
+    pod                 path of such a socket: this server is a job executor without TEs of its own
     uds                 path of a Unix socket to listen on instead of host and port
     """
 
@@ -51,6 +53,8 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     state: Path | None = None
     tools: Path | None = None
     member: str | None = None
+    share: str | None = None
+    pod: str | None = None
     uds: str | None = None
 
     def __post_init__(self) -> None:

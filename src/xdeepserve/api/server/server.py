@@ -15,6 +15,7 @@ import logging
 import math
 import signal
 import socket
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from xdeepserve.api.server.access import (
     key_middleware,
 )
 from xdeepserve.api.server.endpoint import (
+    CREATED,
     ENDPOINT,
     ENGINE_REQUEST_ID,
     MAX_REQUEST_ID_CHARS,
@@ -95,6 +97,7 @@ async def request_id_middleware(request: web.Request, handler: Handler) -> web.S
     is_decent = given.isascii() and given.isprintable() and 0 < len(given) <= MAX_REQUEST_ID_CHARS
     request[REQUEST_ID] = given if is_decent else number
     request[ENGINE_REQUEST_ID] = f"req-{number}"
+    request[CREATED] = int(time.time())
     return await handler(request)
 
 

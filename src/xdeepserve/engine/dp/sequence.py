@@ -66,6 +66,7 @@ class Sequence:
     scheduled_ns: int | None = None
     priority: int = 0  # lower goes first
     order: OrderPolicy = by_arrival
+    je: int | None = None  # number of the job executor that it has reached; None: one is drawn
     holding: Holding = field(default_factory=Holding)
     leader: Sequence | None = None  # of its request, with whom it shares the prompt
     host_slots: list[int] = field(default_factory=list)  # of a swapped sequence, in order of position

@@ -6,7 +6,8 @@ job executors read in a prompt tree (DeepServe 5.2), to which DP groups send mes
 promises may be gone when the request comes, and is computed then. The length of an answer is known if only
 `max_tokens` can end it; otherwise it is predicted from the prompt, if a predictor lies beside the weights
 (model/answer_lengths.py). The job executor that a request reaches is drawn from the deployment's seed and the
-request's number, so equal requests take equal ways in each run. `balance/te_policies.py` chooses the TE.
+request's number, so equal requests take equal ways in each run; where job executors are processes of their
+own (jobs/door/pod_door.py) it is the one that has it. `balance/te_policies.py` chooses the TE.
 """
 
 from __future__ import annotations
@@ -106,7 +107,9 @@ class Router:
         self._cached.leave(te)
 
     def reached(self, seq: Sequence) -> int:
-        """Draw the number of the job executor that a request reaches."""
+        """Return the number of the job executor that a request reaches: a draw where none is given."""
+        if seq.je is not None:
+            return seq.je % len(self.ledgers)
         key = self._seed & 0xFFFFFFFF, self._seed >> 32 & 0xFFFFFFFF
         return philox4x32((seq.seq_id, 0, 0, 2), key)[0] % len(self.ledgers)
 

@@ -67,7 +67,8 @@ class Engine:
         self._warms_up = warm_up
         self.model_name = model_name or plan.checkpoint.name
         self.max_model_len, self.vocab_size = plan.max_model_len, plan.config.vocab_size
-        self.tokenizer = load_tokenizer(plan.checkpoint.directory)
+        self.directory = plan.checkpoint.directory
+        self.tokenizer = load_tokenizer(self.directory)
         self.formats = output_formats(plan.deployment.output, self.tokenizer)
         self._steersman = Steersman(plan.config, self.tokenizer, self.formats, plan.timing is None)
         self._threads = Threads(plan.deployment.threads)
@@ -317,6 +318,7 @@ class Engine:
         parse: Parse = NOTHING,
         on_scheduled: Callable[[int], None] | None = None,
         is_bounded: bool = True,
+        je: int | None = None,
     ) -> Request:
         """Check and enqueue a request. Raises RequestError if it cannot be served.
 
@@ -325,7 +327,8 @@ class Engine:
         Otherwise its schedule would depend on how often the event loop has turned.
 
         `is_bounded=False` is for a caller that holds all its requests anyway: the queue's bound, which
-        protects a server from its clients, does not apply.
+        protects a server from its clients, does not apply. `je` is the number of the job executor that has
+        the request; by default it is drawn.
         """
         if self._failure is not None:
             raise self._failure
@@ -343,7 +346,7 @@ class Engine:
             self.check_room(params.n)
         clock = self.plan.pod.clock
         request = Request(clock, request_id, on_scheduled, self.release, self.finished)
-        self._add_choices(request, prompt_token_ids, params, max_tokens, keep_logits, parse)
+        self._add_choices(request, prompt_token_ids, params, max_tokens, keep_logits, parse, je)
         is_alone = is_quiet(self.plan.pod)
         self._requests[request_id] = request
         if clock.runs_caller or not (is_alone or self._entering):
@@ -362,6 +365,7 @@ class Engine:
         max_tokens: int,
         keep_logits: KeepLogits,
         parse: Parse,
+        je: int | None,
     ) -> None:
         """Add a sequence and an output to the request for each choice. Raises RequestError."""
         seed, eos = self._seed_of(params), frozenset(self.plan.config.eos_token_ids)
@@ -386,6 +390,7 @@ class Engine:
                 arrival_ns=self.plan.pod.clock.now,
                 priority=params.priority,
                 order=self._order,
+                je=je,
             )
             request.add(seq, output)
 

@@ -88,6 +88,9 @@ class Request:
         self.is_over = True
         self._queue.put_nowait(None)
 
+    async def accepted(self) -> None:
+        """Return at once: the engine takes a request as it is submitted."""
+
     def fail(self, error: XDeepServeError) -> None:
         """End the iteration of a request with an error."""
         if not self.is_over:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -195,6 +196,10 @@ class RequestHandle(Protocol):
 
     def abort(self) -> None: ...
 
+    async def accepted(self) -> None:
+        """Wait until the engine has taken the request. Raises as `submit` does: an engine in another process
+        refuses later."""
+
 
 class AsyncEngine(Protocol):
     """Interface of an engine, as an endpoint uses it."""
@@ -206,6 +211,10 @@ class AsyncEngine(Protocol):
     def tokenizer(self) -> ServingTokenizer | None:
         """Tokenizer of the model; None if the checkpoint has none, so that requests and answers are token ids
         only."""
+
+    @property
+    def directory(self) -> Path | None:
+        """Directory of the checkpoint's files; None if there is none."""
 
     @property
     def max_model_len(self) -> int:

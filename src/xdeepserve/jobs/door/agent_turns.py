@@ -7,6 +7,7 @@ lost. Its KV is found by the job's id (`prompt_cache_key`), no matter what was s
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -48,7 +49,7 @@ class AgentTurns:
         prepared = await prepare_chat(endpoint, body)
         endpoint.check_healthy()
         name = f"{job.id}-{len(job.conversation)}-{endpoint.new_request_id()}"
-        answer = ChatAnswer(endpoint, body, name, name)
+        answer = ChatAnswer(endpoint, body, name, name, int(time.time()))
         generation = Generation(
             endpoint.engine, endpoint.metrics, [prepared.prompt], prepared.params, name, prepared.parse
         )

@@ -8,11 +8,14 @@ from xdeepserve.api.openai.input_items import PAGE_QUERY
 from xdeepserve.api.routes.route import FORM, Route
 from xdeepserve.api.server.endpoint import ENDPOINT
 from xdeepserve.api.server.options import ServerOptions
+from xdeepserve.api.server.served_models import MODELS
 from xdeepserve.errors import InputError
 from xdeepserve.jobs.agent_tools import read_tools
 from xdeepserve.jobs.door import agents, files, fine_tuning
 from xdeepserve.jobs.door.desk import run_desk
 from xdeepserve.jobs.door.member_beat import run_member
+from xdeepserve.jobs.door.pod_door import PodDoor
+from xdeepserve.jobs.door.shared_pod import follow_pod, take_name
 from xdeepserve.jobs.state_file import check_state
 
 _FILES, _JOBS, _AGENTS = "/v1/files", "/v1/fine_tuning/jobs", "/v1/agent/jobs"
@@ -56,9 +59,15 @@ ROUTES = (
 
 
 def furnish(app: web.Application) -> None:
-    """Run the desk of jobs, and the heartbeats of a member, while a server runs that has them."""
+    """Run the desk of jobs, the heartbeats of a member, and either side of a shared pod, while a server runs
+    that has them."""
     options = app[ENDPOINT].options
-    if options.state is not None:
+    if options.share is not None:
+        app.cleanup_ctx.append(PodDoor(app[MODELS], options.share).run)
+    if options.pod is not None:
+        app.middlewares.append(take_name)
+        app.cleanup_ctx.append(follow_pod)
+    elif options.state is not None:
         app.cleanup_ctx.append(run_desk)
     if options.member is not None:
         app.cleanup_ctx.append(run_member)
@@ -68,6 +77,8 @@ def check_options(options: ServerOptions) -> None:
     """Raise InputError for a state directory or tools that cannot be used, before a model is loaded."""
     if options.state is not None:
         check_state(options.state)
+    if options.pod is not None and options.uds is None:
+        raise InputError("--pod needs --uds: a job executor trusts its door, which others could not imitate")
     if options.tools is not None:
         if options.state is None:
             raise InputError("--tools needs --state DIR, where the jobs of agents are kept")

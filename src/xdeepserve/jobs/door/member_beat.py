@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sqlite3
+import time
 from collections.abc import AsyncIterator
 
 from aiohttp import web
@@ -15,7 +16,7 @@ from aiohttp import web
 from xdeepserve.api.server.access import ADDRESS
 from xdeepserve.api.server.served_models import MODELS, ServedModels
 from xdeepserve.engine.serving.engine import Engine
-from xdeepserve.jobs.door.desk import DESK
+from xdeepserve.jobs.job_store import JobStore
 from xdeepserve.jobs.member_table import MemberTable, MemberTE, ReplacedError
 
 BEAT_S = 1.0
@@ -26,9 +27,12 @@ log = logging.getLogger("xdeepserve.api")
 async def run_member(app: web.Application) -> AsyncIterator[None]:
     """Send heartbeats while the server runs. At an orderly end the member reports it, so the cluster does not
     restart it."""
-    name = app[MODELS].first.options.member
+    options = app[MODELS].first.options
+    name = options.member
     assert name is not None
-    members = app[DESK].store.members
+    assert options.state is not None
+    store = JobStore(options.state, time.monotonic)
+    members = store.members
     beats = asyncio.create_task(_beat(members, name, app[ADDRESS], app[MODELS]), name="heartbeats")
     try:
         yield
@@ -37,6 +41,7 @@ async def run_member(app: web.Application) -> AsyncIterator[None]:
         await asyncio.gather(beats, return_exceptions=True)
         with contextlib.suppress(sqlite3.Error):
             members.end(name, os.getpid(), "gone", "it has ended in order")
+        store.close()
 
 
 async def _beat(members: MemberTable, name: str, address: str, models: ServedModels) -> None:
