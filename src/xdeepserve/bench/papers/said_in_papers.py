@@ -577,7 +577,7 @@ TRENDS = (
         "at a low rate PD-aware scheduling is as good as round robin",
         "policies",
         lambda v: all(0.95 < gain < 1.05 for gain in v.along(PD_AWARE.format("{}", 2), TRACES)),
-        "It is on two traces of three; long prompts, which some TEs always suit, are served 1.8 times faster.",
+        "It is on two traces of three; long prompts, which suit some TEs, are served 1.8 times as fast.",
     ),
     Trend(
         "ds.pdaware.middle",
