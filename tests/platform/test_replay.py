@@ -489,7 +489,7 @@ def test_a_cluster_is_served_by_the_engine_with_the_same_report(
     ("more", "te", "options", "words"),
     [
         ("", "", ["--exact", "--explain"], "--exact has no --explain"),
-        ("[roles]", "", ["--exact"], r"the engine's TEs stay as they are: without [roles]"),
+        ("[roles]", "", ["--exact"], "at the grain of a step alone there is [roles]"),
         ("", 'acceptance = 0.5', ["--exact"], "[[te]] 2: acceptance must be that of the first"),
         ("", "scheduler.max_num_seqs = 4", [], "scheduler.max_num_seqs stands in [[te]] itself"),
         ("", 'scheduler.admission = "decode"', [], "scheduler.admission: TEs at the grain of a step"),
