@@ -70,7 +70,7 @@ class ElasticTEs(Protocol):
 
     async def prewarm(self, role: Role) -> None: ...
 
-    async def bring(self, role: Role) -> str: ...
+    async def bring(self, role: Role, adopts: bool) -> str: ...
 
     async def send_away(self, name: str) -> None: ...
 
@@ -212,14 +212,17 @@ class Elastic:
         if is_taken:
             self._detach(self._warm(COSTS.cold_s), "a TE that is pre-warmed")
         await self._sleep(COSTS.warm_s if is_warm else COSTS.cold_s)
-        self._num_taken -= is_taken
         if not self._scaler.begin_load(number):
+            self._num_taken -= is_taken
             return
         has_come = False
+        before_load = COSTS.link if self.ready() else COSTS.tensors
         try:
-            before_load = COSTS.link if self.ready() else COSTS.tensors
-            await self._sleep(before_load.value + self._digest_s + COSTS.push.value)
-            name = await self._tes.bring(self._role)
+            try:
+                await self._sleep(before_load.value + self._digest_s + COSTS.push.value)
+            finally:
+                self._num_taken -= is_taken
+            name = await self._tes.bring(self._role, adopts=is_taken)
             has_come = True
         finally:
             self._scaler.end_load(number, has_come)
