@@ -1,8 +1,7 @@
 """TEs of an engine that come and go as the AutoScaler decides (DeepServe 6); from none, too.
 
-The AutoScaler (`balance/auto_scaler.py`) looks each `every_s` of virtual time at the load of the TEs and, if
-`ttft_s` or `tpot_s` is set, at the service level (`balance/service_level.py`). Requests that came before the
-latest TE do not count there: they may be late because it was not there yet. Where prefill and decode are
+The AutoScaler (`balance/te_scaler.py`) looks each `every_s` of virtual time at the load of the TEs and, if
+`ttft_s` or `tpot_s` is set, at the service level (`balance/service_level.py`). Where prefill and decode are
 apart, the TEs of each role have an AutoScaler of their own.
 
 A TE comes in five steps: a pod is found, processes are started, weights come, a dummy request is served, job
