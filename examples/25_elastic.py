@@ -4,7 +4,7 @@ Three requests come one after the other, then nothing for a second, then a burst
 looks each 2 ms of virtual time: it lets the only TE go when there is nothing to do, and a request that
 finds no TE waits for the first one, which is pre-warmed: dies with their memory, without weights. The burst
 has it call more. One of them is lost on the way, and its requests go on from the tokens that there are.
-What starting a pod costs is set to milliseconds here; by the costs that are assumed of DeepServe's it takes
+What a start costs is set to milliseconds here; by the costs that are assumed of DeepServe's it takes
 50 s, and 0.2 s for a pre-warmed TE. Times are virtual.
 
     python examples/25_elastic.py
@@ -31,6 +31,9 @@ COSTS = elastic.StartCosts(
     warm_pod=Param(0.0005, "s", "of this walkthrough"),
     start=Param(0.02, "s", "of this walkthrough"),
     warm_te=Param(0.0005, "s", "of this walkthrough"),
+    tensors=Param(0.0, "s", "of this walkthrough"),
+    link=Param(0.0, "s", "of this walkthrough"),
+    push=Param(0.0, "s", "of this walkthrough"),
 )
 
 

@@ -15,8 +15,17 @@ from xdeepserve.engine.deploy.policies import ROUTE
 from xdeepserve.errors import InputError
 from xdeepserve.llm import LLM, digest
 from xdeepserve.model.presets import TinyCheckpoint
-from xdeepserve.platform.cluster import Cluster, ClusterTE, fleet_tes, least_count, priced_kinds, read_cluster
+from xdeepserve.platform.cluster import (
+    Cluster,
+    ClusterScale,
+    ClusterTE,
+    fleet_tes,
+    least_count,
+    priced_kinds,
+    read_cluster,
+)
 from xdeepserve.platform.command import explained
+from xdeepserve.platform.exact_replay import engine_of
 from xdeepserve.platform.fleet import Fleet
 from xdeepserve.platform.fleet_words import Decision, FleetTE
 from xdeepserve.platform.made_traffic import MadeTraffic, made
@@ -146,6 +155,26 @@ def test_tes_of_a_file_come_and_go(tmp_path: Path, capsys: pytest.CaptureFixture
     assert found["cluster"] == "1 to 4 TEs of 2 dies"
     assert main(["replay", MADE, "--cluster", str(path), "--faster", "10"]) == 0
     assert "joins new 0: 0." in capsys.readouterr().out
+    assert main(["replay", MADE, "--cluster", str(path), "--json", "--exact", "--faster", "10"]) == 0
+    exact = json.loads(capsys.readouterr().out)
+    assert exact.keys() == found.keys() - {"decisions", "hindsight", "regret"}
+    assert exact["cluster"] == found["cluster"]
+    joined = [event["te"] for event in exact["scaling"] if event["what"] == "joins"]
+    assert joined
+    assert [te["name"] for te in exact["tes"]] == ["both 0", *joined]
+    assert sum(te["num_requests"] for te in exact["tes"]) == 60
+
+
+@pytest.mark.parametrize(
+    ("scale", "words"),
+    [
+        (ClusterScale(fork=False), "fork=false: the engine's TEs load from one that is there"),
+        (ClusterScale(most=25), "most is for 800 dies, and the engine's pod has 768"),
+    ],
+)
+def test_how_the_engine_cannot_scale_is_said(scale: ClusterScale, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        engine_of(Cluster((ClusterTE(dies=32),), scale=scale), [], 16, Bounds())
 
 
 def test_a_pod_says_its_digest(capsys: pytest.CaptureFixture[str]) -> None:
@@ -489,7 +518,7 @@ def test_a_cluster_is_served_by_the_engine_with_the_same_report(
     ("more", "te", "options", "words"),
     [
         ("", "", ["--exact", "--explain"], "--exact has no --explain"),
-        ("[roles]", "", ["--exact"], r"the engine's TEs stay as they are: without [roles]"),
+        ("[roles]", "", ["--exact"], "at the grain of a step alone there is [roles]"),
         ("", 'acceptance = 0.5', ["--exact"], "[[te]] 2: acceptance must be that of the first"),
         ("", "scheduler.max_num_seqs = 4", [], "scheduler.max_num_seqs stands in [[te]] itself"),
         ("", 'scheduler.admission = "decode"', [], "scheduler.admission: TEs at the grain of a step"),

@@ -67,7 +67,7 @@ class Fork:
 
         It is the time of the die with most bytes; its last chunk comes when the source has it.
         """
-        whole_ns, last_ns = (copy_ns(self._pod.spec, n) for n in (nbytes, min(nbytes, CHUNK_NBYTES)))
+        whole_ns, last_ns = copy_ns(self._pod.spec, nbytes), hop_ns(self._pod.spec, nbytes)
         with self._may_break():
             end = self._pod.clock.now + whole_ns
             if self.before is not None:
@@ -143,6 +143,11 @@ class Fork:
 def copy_ns(spec: Spec, nbytes: int) -> int:
     """Return the time in ns for a die's DMA to copy bytes over UB, with one engine of the two sides."""
     return spec.startup_ns("dma") + math.ceil(spec.link_ns(0, nbytes, 0))
+
+
+def hop_ns(spec: Spec, nbytes: int) -> int:
+    """Return the time in ns by which each further TE of a chain has its weights later: that of a chunk."""
+    return copy_ns(spec, min(nbytes, CHUNK_NBYTES))
 
 
 def chunks(pieces: Sequence[Copy]) -> Iterator[list[Copy]]:

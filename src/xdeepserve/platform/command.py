@@ -259,8 +259,11 @@ def _exact(args: argparse.Namespace, cluster: Cluster, trace: RequestTrace, boun
 
     heat = None if args.heat is None else str(args.heat)
     with working(f"replay: {len(trace.requests):,} requests on the engine"):
-        outcomes, found = exactly(cluster, trace.requests, trace.block, bounds, heat)
-    more = {"model": cluster.model, "cluster": _of(cluster), "format": trace.form, "policy": cluster.policy}
+        outcomes, found, events = exactly(cluster, trace.requests, trace.block, bounds, heat)
+    more: dict[str, Any] = {"model": cluster.model, "cluster": _of(cluster), "format": trace.form}
+    more["policy"] = cluster.policy
+    if cluster.scale is not None:
+        more["scaling"] = events
     return outcomes, found, more
 
 

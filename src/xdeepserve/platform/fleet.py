@@ -47,6 +47,15 @@ class SentRequest(NamedTuple):
     request: TracedRequest
 
 
+class FirstToken(NamedTuple):
+    """First token of a request: its time, cached tokens of its prompt, the TE, and the time of its begin."""
+
+    at_ns: float
+    num_cached: int
+    te: int
+    begun_ns: float
+
+
 class Fleet:
     """Fleet of TEs with a job executor, whose hints of prefixes are `stale_ns` old.
 
@@ -84,7 +93,7 @@ class Fleet:
         self._order = 0
         self._valid: list[int] = []  # the order of the event that ends what is under way, of each stepper
         self.served: list[ServedRequest] = []
-        self._first: dict[int, tuple[float, int, int]] = {}  # by number: first token, cached, TE
+        self._first: dict[int, FirstToken] = {}  # by number of the request
         self._homeless: list[SentRequest] = []  # for whom there is no TE
         self._undecoded: list[SentRequest] = []  # whose KV has nowhere to go
         self._num_left = 0  # requests that have not ended
@@ -222,6 +231,11 @@ class Fleet:
 
         self._num_looks += 1
         self.at(when, call)
+
+    @property
+    def num_homeless(self) -> int:
+        """Number of requests for which no TE is there."""
+        return len(self._homeless)
 
     @property
     def is_open(self) -> bool:
@@ -369,7 +383,9 @@ class Fleet:
         if stepper.told_at < math.inf:
             self.at(stepper.told_at, lambda: self._collect(index, self.now))
         for seq in first:
-            self._first.setdefault(seq.seq_id, (seq.told_ns, seq.num_cached, self._owners[index]))
+            begun_ns = seq.told_ns if seq.scheduled_ns is None else seq.scheduled_ns
+            first_token = FirstToken(seq.told_ns, seq.num_cached, self._owners[index], begun_ns)
+            self._first.setdefault(seq.seq_id, first_token)
             if self.pool is not None:
                 block, own = stepper.limits.block, seq.num_cached if seq.num_own is None else seq.num_own
                 self.pool.use(seq.request.blocks[: seq.num_prompt // block], own // block)
@@ -396,11 +412,11 @@ class Fleet:
 
     def _end(self, index: int, seq: TracedSequence) -> None:
         number = seq.seq_id
-        first_ns, cached, first_te = self._first.pop(number)
+        first_ns, cached, first_te, begun_ns = self._first.pop(number)
         request = self._whole.pop(number, seq.request)
         served = ServedRequest(
             number, self._owners[index], request.at_ns, first_ns, seq.told_ns,
-            request.input_length, request.output_length, cached, first_te,
+            request.input_length, request.output_length, cached, first_te, begun_ns,
         )  # fmt: skip
         self.served.append(served)
         self._num_left -= 1

@@ -1,29 +1,24 @@
-"""A fleet growing and shrinking while it serves: the AutoScaler looks, and TEs start in five steps or leave.
+"""A fleet growing and shrinking while it serves: its TEs start in five steps, or leave.
 
-Load is the largest of KV, places and queues of prompts, or the share of all TEs' time that prompts took
-recently: decoding waits while a part of a prompt is in a step. A new TE takes requests when all its steps are
-over; a leaving TE finishes its requests first (drains). If the AutoScaler asks for more TEs, draining TEs are
-taken back first, because they are already running.
+The AutoScaler is the engine's own (`engine/balance/te_scaler.py`). A new TE takes requests when all its steps
+are over; a leaving TE finishes its requests first (drains).
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
 
-from xdeepserve.engine.balance.auto_scaler import ScaleLook, ScaleState, ScalingPolicy
-from xdeepserve.engine.balance.service_level import ServiceLevel
-from xdeepserve.engine.deploy.policies import SCALING
+from xdeepserve.engine.balance.auto_scaler import ScaleState
+from xdeepserve.engine.balance.te_load import PromptSteps, TEWork
+from xdeepserve.engine.balance.te_scaler import TEScaler
 from xdeepserve.engine.deploy.scale_bounds import ScaleBounds
 from xdeepserve.platform.fleet import Fleet
 from xdeepserve.platform.fleet_words import FleetTE, ServedRequest
-from xdeepserve.platform.scale_up import ScaleUp
+from xdeepserve.platform.scale_up import ScaleUp, StepCost
 from xdeepserve.platform.service_report import Bounds
-from xdeepserve.prices.step_price import StepCounts
 
 # Pre-warmed TEs of a fleet: pods with processes that run and have no model yet (DeepServe 6.1).
 #
@@ -67,7 +62,6 @@ class WarmTEs:
             self._tell(self.ready)
 
 
-WHILE_S = 10.0  # over which the time for prompts is taken
 ScaleAct = Literal["wanted", "joins", "drains", "stays", "called off", "leaves", "lost", "warm"]
 
 
@@ -105,105 +99,114 @@ class FleetScaler:
         warm: int | None = None,
     ) -> None:
         bounds.check()
-        self.fleet, self.kind, self.bounds, self.service = fleet, kind, bounds, service
-        self._next: ScalingPolicy = SCALING.function(bounds.policy)
-        self.scale_up = scale_up
-        self.state = ScaleState(len(fleet.serving))
+        self.fleet, self.kind, self.scale_up, self._every_ns = fleet, kind, scale_up, 1e9 * bounds.every_s
         self.events: list[ScaleEvent] = []
         self.warm = None if warm is None else WarmTEs(fleet, warm, scale_up.warming_s, self._hear_warm)
-        self._coming: dict[int, bool] = {}  # tickets of TEs on their way: whether they are pre-warmed ones
-        self._tickets = 0
-        self._draining: dict[int, None] = {}
-        self._level = ServiceLevel(1e9 * service.ttft_s, 1e6 * service.tpot_ms)
-        self._prefills: deque[tuple[float, float]] = deque([(0.0, 0.0)])  # when, time for prompts till then
+        self._taken: dict[int, bool] = {}  # TEs that have no weights yet, by number: whether pre-warmed
+        self._num_loading = 0
+        bounds_ns = 1e9 * service.ttft_s, 1e6 * service.tpot_ms
+        self._scaler: TEScaler[int] = TEScaler(self, bounds, *bounds_ns, len(fleet.serving))
+        self.bring, self.part_with = self._scaler.bring, self._scaler.part_with
         fleet.on_end = self._heard
-        fleet.at(0.0, self._look)
+        fleet.at(self._every_ns, self._look)
 
     def lose(self, te: int) -> None:
         """Lose a TE, so all its requests begin again elsewhere; another TE is started in its place."""
-        name = self.fleet.tes[te].name
-        self._draining.pop(te, None)
-        num = sum(each.num_tasks for each in self.fleet.steppers_of(te))
+        name, scaler = self.fleet.tes[te].name, self._scaler
+        if te in scaler.draining:
+            scaler.draining.remove(te)
+        num = self.num_sequences(te)
         self.fleet.lose(te)
         self._tell("lost", name, f"{num} requests begin again elsewhere")
-        if len(self.fleet.serving) + len(self._coming) < self.state.wanted:
+        if len(self.fleet.serving) + len(scaler.coming) < scaler.state.wanted:
             self.bring(1)
 
     def _heard(self, served: ServedRequest) -> None:
-        each = served.outcome()
-        alone = partial(alone_ns, self.fleet, served.te, served.num_prompt)
-        self._level.hear(each.ttft_ns, each.tpot_ns, alone)
+        prefill = served.num_prompt, served.num_cached, served.first_ns - served.begun_ns
+        self._scaler.hear(served.at_ns, prefill, served.ttft_ns, served.tpot_ns)
 
     def _look(self) -> None:
-        fleet = self.fleet
-        if not fleet.is_open:
+        if not self.fleet.is_open:
             return
-        for te in [te for te in self._draining if fleet.is_empty(te)]:
-            del self._draining[te]
-            self._tell("leaves", fleet.tes[te].name, "it has ended what it had")
-        load = max(
-            self._prefill_share(), sum(load_of(fleet, te, 1e9 * self.service.ttft_s) for te in fleet.serving)
-        )
-        missed = self._level.take_share()
-        seen = ScaleLook(fleet.now / 1e9, load, len(fleet.serving), len(self._coming), missed)
-        before, self.state = self.state, self._next(self.state, seen, self.bounds)
-        more = self.state.wanted - seen.serving - seen.coming
-        if self.state.changed_s != before.changed_s and more:
-            self._tell("wanted", "", f"{self.state.wanted} of them: {self.state.reason}")
-            self.bring(more) if more > 0 else self.part_with(-more)
-        fleet.at(fleet.now + 1e9 * self.bounds.every_s, self._look)
+        draining = self._scaler.draining
+        for te in [te for te in draining if self.fleet.is_empty(te)]:
+            draining.remove(te)
+            self._tell("leaves", self.fleet.tes[te].name, "it has ended what it had")
+        self._scaler.look()
+        self.fleet.at(self.fleet.now + self._every_ns, self._look)
 
-    def _prefill_share(self) -> float:
-        """Return the number of TEs whose whole time prompts have taken lately."""
-        now, recent = self.fleet.now, self._prefills
-        recent.append((now, prefill_ns(self.fleet)))
-        while len(recent) > 2 and recent[1][0] <= now - 1e9 * WHILE_S:
-            recent.popleft()
-        (since, before), (_, total) = recent[0], recent[-1]
-        return (total - before) / max(now - since, 1e9 * WHILE_S)
+    # ---- what the AutoScaler sees and does ----------------------------------------------------------
 
-    def bring(self, count: int) -> None:
-        """Start `count` more TEs; draining ones are taken back first, then pre-warmed ones are used."""
-        for te in list(self._draining)[:count]:
-            del self._draining[te]
-            self.fleet.resume(te)
-            self._tell("stays", self.fleet.tes[te].name, "it was draining")
-            count -= 1
-        serving = len(self.fleet.serving)
-        for place in range(1, count + 1):
-            is_warm = self.warm is None or self.warm.take()
-            steps = self.scale_up.steps(place, serving, is_warm)
-            ticket, self._tickets = self._tickets, self._tickets + 1
-            self._coming[ticket] = is_warm
-            seconds = sum(step.seconds for step in steps)
-            (load,) = (step for step in steps if step.name == "TE-Load")
-            reason = f"{seconds:.2f} s, of which weights {load.seconds:.2f} s ({load.source})"
-            if self.warm is not None:
-                reason += f"; pre-warmed, {self.warm.ready} left" if is_warm else "; none was pre-warmed"
-            self.fleet.at(self.fleet.now + 1e9 * seconds, self._joins(ticket, reason))
+    @property
+    def now_ns(self) -> float:
+        return self.fleet.now
 
-    def _joins(self, ticket: int, reason: str) -> Callable[[], None]:
+    def ready(self) -> Sequence[int]:
+        return sorted(self.fleet.serving)
+
+    def works(self, te: int) -> list[TEWork]:
+        return [each.work_at(self.fleet.now) for each in self.fleet.steppers_of(te)]
+
+    def num_sequences(self, te: int) -> int:
+        return sum(each.num_tasks for each in self.fleet.steppers_of(te))
+
+    def num_unplaced(self) -> int:
+        return self.fleet.num_homeless
+
+    def prompt_steps(self) -> PromptSteps:
+        """Sum up the steps of all TEs, those that have left included."""
+        found = PromptSteps()
+        for stepper in self.fleet.steppers:
+            found.take_in(stepper.prompts)
+        return found
+
+    def tell_wanted(self, state: ScaleState, stay: Sequence[int]) -> None:
+        self._tell("wanted", "", f"{state.wanted} of them: {state.reason}")
+
+    def start(self, number: int) -> None:
+        is_warm = self.warm is None or self.warm.take()
+        self._taken[number] = is_warm
+        steps = self.scale_up.steps(1, len(self.fleet.serving), is_warm)[:2]
+        self._later(_seconds(steps), lambda: self._load(number))
+
+    def call_off(self, number: int) -> None:
+        if self._taken.pop(number) and self.warm is not None:
+            self.warm.give_back()
+        self._tell("called off", f"new {number}", "it was still on its way")
+
+    def _load(self, number: int) -> None:
+        """Have the weights of a TE come, behind those of TEs that load already; then it joins."""
+        if not self._scaler.begin_load(number):
+            return
+        is_warm = self._taken.pop(number)
+        self._num_loading += 1
+        steps = self.scale_up.steps(self._num_loading, len(self.fleet.serving), is_warm)
+        (load,) = (step for step in steps if step.name == "TE-Load")
+        reason = f"{_seconds(steps):.2f} s, of which weights {load.seconds:.2f} s ({load.source})"
+        if self.warm is not None:
+            reason += f"; pre-warmed, {self.warm.ready} left" if is_warm else "; none was pre-warmed"
+
         def join() -> None:
-            if ticket in self._coming:
-                del self._coming[ticket]
-                te = self.fleet.join(self.kind._replace(name=f"new {ticket}"))
-                self._tell("joins", self.fleet.tes[te].name, reason)
+            self._num_loading -= 1
+            te = self.fleet.join(self.kind._replace(name=f"new {number}"))
+            self._scaler.end_load(number, has_come=True)
+            self._tell("joins", self.fleet.tes[te].name, reason)
 
-        return join
+        self._later(_seconds(steps[2:]), join)
 
-    def part_with(self, count: int) -> None:
-        """Let `count` TEs go: first those still starting, the latest first, then those with the fewest
-        requests."""
-        for ticket in sorted(self._coming, reverse=True)[:count]:
-            if self._coming.pop(ticket) and self.warm is not None:
-                self.warm.give_back()
-            self._tell("called off", f"new {ticket}", "it was still on its way")
-            count -= 1
-        tasks = {te: sum(each.num_tasks for each in self.fleet.steppers_of(te)) for te in self.fleet.serving}
-        for te in sorted(tasks, key=lambda te: (tasks[te], -te))[:count]:
-            self.fleet.drain(te)
-            self._draining[te] = None
-            self._tell("drains", self.fleet.tes[te].name, f"it ends {tasks[te]} requests first")
+    def _later(self, seconds: float, act: Callable[[], None]) -> None:
+        self.fleet.at(self.fleet.now + 1e9 * seconds, act)
+
+    def send_away(self, te: int) -> None:
+        self.fleet.drain(te)
+        self._tell("drains", self.fleet.tes[te].name, f"it ends {self.num_sequences(te)} requests first")
+
+    def can_resume(self, te: int) -> bool:
+        return not self.fleet.is_empty(te)
+
+    def resume(self, te: int) -> None:
+        self.fleet.resume(te)
+        self._tell("stays", self.fleet.tes[te].name, "it was draining")
 
     def _hear_warm(self, ready: int) -> None:
         self._tell("warm", "", f"one more is pre-warmed, {ready} in all")
@@ -212,30 +215,5 @@ class FleetScaler:
         self.events.append(ScaleEvent(self.fleet.now, what, te, len(self.fleet.serving), reason))
 
 
-# What the TEs of a fleet have to do, for who decides how many there are.
-
-
-def load_of(fleet: Fleet, te: int, wait_ns: float) -> float:
-    """Return a TE's load: 1 if its KV or its places are taken, or if prompts would wait for `wait_ns`; more
-    if they wait longer."""
-    loads = []
-    for stepper in fleet.steppers_of(te):
-        limits, groups = stepper.limits, stepper.price.num_groups
-        loads += [stepper.kv_load, stepper.num_tasks / (limits.num_seqs * groups)]
-        loads.append(stepper.queued_ns / wait_ns)
-    return max(loads)
-
-
-def prefill_ns(fleet: Fleet) -> float:
-    """Return the total time [ns] of prompts' computation on all TEs."""
-    return sum(stepper.prefill_ns for stepper in fleet.steppers)
-
-
-def alone_ns(fleet: Fleet, te: int, num_prompt: int) -> float:
-    """Estimate the time [ns] to a prompt's first token on an idle TE without a cached prefix."""
-    stepper = fleet.steppers_of(te)[0]
-    rows = stepper.limits.num_rows
-    chunks = [(done, min(rows, num_prompt - done)) for done in range(0, num_prompt, rows)]
-    return sum(
-        stepper.price(StepCounts(new, new, new * (done + (new + 1) / 2), done + new)) for done, new in chunks
-    )
+def _seconds(steps: Sequence[StepCost]) -> float:
+    return sum(step.seconds for step in steps)

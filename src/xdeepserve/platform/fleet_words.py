@@ -44,6 +44,7 @@ class ServedRequest(NamedTuple):
     num_output: int
     num_cached: int
     first_te: int
+    begun_ns: float  # when the prompt first took part in a step
 
     @property
     def ttft_ns(self) -> float:

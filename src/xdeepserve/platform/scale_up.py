@@ -1,18 +1,14 @@
 """The cost of adding TEs: the five steps of DeepServe's Table 2, each with its source.
 
 The paper names steps and remedies, and gives few times: 0.3 s to make tensors, 35 % saved of starting a TE,
-64 TEs "within seconds". Loading times follow from bytes and links of the timing model. `ScaleCosts` marks
-unpublished numbers as assumed. TEs that load from DRAM are assumed not to slow each other down, as the eight
-of CM Table 1 do not; storage fills the pool once for all.
+64 TEs "within seconds". Loading times follow from bytes and links of the timing model. `StartCosts`, which
+are the engine's, mark unpublished numbers as assumed. TEs that load from DRAM are assumed not to slow each
+other down, as the eight of CM Table 1 do not; storage fills the pool once for all.
 
-NPU-fork is a chunked chain broadcast. Die by die, a serving TE gives its weights to the first of a chain of
-new TEs, which passes each chunk on while it receives the next. Links are full duplex, so the k-th TE has all
-weights after
-
-    (chunks + k - 1) x (startup of a DMA + chunk / bandwidth)
-
-Between SuperPods there is RoCE, and a chunk crosses once for all TEs of a SuperPod. From there on a chain is
-as slow as RoCE.
+NPU-fork is a chunked chain broadcast, as long as the engine's (`engine/npu_fork.py`). Die by die, a serving
+TE gives its weights to the first of a chain of new TEs, which passes each chunk on while it receives the
+next. So the k-th TE has all weights k - 1 chunks after the first. Between SuperPods there is RoCE, and a
+chunk crosses once for all TEs of a SuperPod. From there on a chain is as slow as RoCE.
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ import msgspec
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import Deployment
 from xdeepserve.engine.loading import distinct_pieces, own_arrays
-from xdeepserve.engine.npu_fork import CHUNK_NBYTES
+from xdeepserve.engine.npu_fork import CHUNK_NBYTES, copy_ns, hop_ns
 from xdeepserve.engine.serving.elastic import StartCosts
 from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.hw.spec import Param, Spec
@@ -33,15 +29,6 @@ from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.prices.step_price import StepCounts, StepPrice, with_room
 
 SUPERPOD = 768  # dies that UB connects (CM 3.1)
-
-
-class ScaleCosts(StartCosts, frozen=True, kw_only=True):
-    """Costs beyond the timing model of a die."""
-
-    tensors: Param = Param(0.3, "s", "DS 6.2: tensor initialisation when loading from DRAM")
-    link: Param = Param(0.05, "s", "assumed: source and target connect (DS 6.2: before a fork)")
-    push: Param = Param(1e-3, "s", "assumed: a message to each job executor; DS Table 2: pushed")
-    chunk: Param = Param(CHUNK_NBYTES, "B", "ours: of a chain, long against a startup, short against a die")
 
 
 class ScaleWays(msgspec.Struct, frozen=True):
@@ -79,7 +66,7 @@ class ScaleUp(msgspec.Struct, frozen=True):
     dies: int
     ways: ScaleWays = ScaleWays()
     spec: Spec = Spec()
-    costs: ScaleCosts = ScaleCosts()
+    costs: StartCosts = StartCosts()
 
     def steps(self, place: int, serving: int, is_warm: bool = True) -> tuple[StepCost, ...]:
         """Return the costs of the `place`-th new TE, from 1, of those started beside `serving` others.
@@ -125,11 +112,14 @@ class ScaleUp(msgspec.Struct, frozen=True):
         """Compute the time [s] until the `hop`-th TE of a chain has its weights; `crossed` of the hops are
         between SuperPods."""
         spec, total, crossed = self.spec, self.weights.die, min(crossed, hop)
-        chunk = min(total, self.costs.chunk.value) if is_chunked else total
-        ub = spec.startup_ns("dma") + spec.link_ns(0, 0, chunk)
+        whole = copy_ns(spec, total)
+        ub = hop_ns(spec, total) if is_chunked else whole
+        if not crossed:
+            return (whole + (hop - 1) * ub) / 1e9
+        chunk = min(total, CHUNK_NBYTES) if is_chunked else total
         roce = 1e9 * (spec.roce_startup.value + chunk / spec.roce_bandwidth.value)
         first = (hop - crossed) * ub + crossed * roce  # the first chunk, hop by hop
-        return (first + (math.ceil(total / chunk) - 1) * (roce if crossed else ub)) / 1e9
+        return (first + (math.ceil(total / chunk) - 1) * roce) / 1e9
 
 
 def _of(cost: Param) -> tuple[float, str]:
@@ -145,5 +135,5 @@ def held_weights(checkpoint: Checkpoint, deployment: Deployment) -> HeldWeights:
 
 
 def dummy_ns(price: StepPrice) -> float:
-    """Price a dummy request [ns]: a prompt of one token, and a second token after it."""
-    return price(StepCounts(1, 1, 1, 1)) + price(StepCounts(1, 1, 2, 2))
+    """Price a dummy request [ns]: each DP group computes one token, in the same step."""
+    return price(StepCounts(1, price.num_groups, 1, 1))

@@ -97,6 +97,14 @@ class StepLoad(NamedTuple):
     more_kv_tokens: float = 0.0
     prefills: bool = False
     chunk: Scheduled | None = None
+    prompt: float = 0.0  # prefill cost of the parts of prompts
+
+    def prompt_cost(self, done: int) -> float:
+        """Return the prefill cost of the step that follows `done` others like it."""
+        if not done or self.chunk is None:
+            return self.prompt
+        num, start = self.chunk.num_tokens, self.chunk.start
+        return self.prompt - prefill_cost(num, start) + prefill_cost(num, start + done * num)
 
 
 class StepGroup(GroupBooks):
@@ -152,20 +160,25 @@ class StepGroup(GroupBooks):
 
     def _load_of(self, step: PlannedStep) -> StepLoad:
         rows, logits, context, kv_tokens, more_context, more_kv_tokens = 0, 0, 0.0, 0.0, 0.0, 0.0
-        prefills, chunk = False, None
+        prefills, chunk, prompt = False, None, 0.0
         for share in step.shares:
             num, start = share.num_rows, share.start
+            if share.seq.scheduled_ns is None:
+                share.seq.scheduled_ns = round(self.begins)
             grows: float = 1 + self._accepted
             if not share.ends:
                 chunk, grows = share, num
-            prefills = prefills or share.num_tokens > 1 or not share.ends
+            if share.start < share.seq.num_prompt:
+                prefills, prompt = True, prompt + prefill_cost(share.num_tokens, start)
             rows += num
             logits += len(share.logit_rows)
             context += num * (start + (num + 1) / 2)
             kv_tokens += start + num
             more_context += num * grows
             more_kv_tokens += grows
-        return StepLoad(rows, logits, context, kv_tokens, more_context, more_kv_tokens, prefills, chunk)
+        return StepLoad(
+            rows, logits, context, kv_tokens, more_context, more_kv_tokens, prefills, chunk, prompt
+        )
 
     def _num_alike(self, step: PlannedStep) -> int:
         """Count the steps, from a planned one on, that are like it."""

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from xdeepserve.engine.balance.dp import GroupStatus
 from xdeepserve.engine.balance.te_ledger import WHOLE, whole_cost
+from xdeepserve.engine.balance.te_load import PromptSteps, TEWork
 from xdeepserve.engine.deploy.deployment import HealthConfig, RecoveryConfig
 from xdeepserve.engine.deploy.sizes import StepSizes, TESettings
 from xdeepserve.engine.dp.events import EventLog, Given, GroupId, Observed
@@ -145,7 +146,7 @@ class StepTE:
         self._queued = 0  # prefill cost of all that it has, in parts of WHOLE, so that nothing is rounded
         self.positions = 0.0  # of KV, of all that it has
         self.coming = 0.0  # positions whose KV is on its way from TEs that prefill
-        self.busy_ns = self.prefill_ns = 0.0  # in steps, and in those that have parts of prompts
+        self.busy_ns, self.prompts = 0.0, PromptSteps()  # in steps, and in those that have parts of prompts
         self.num_steps = 0
         self.held: dict[int, int] = {}  # DP groups that have a block of the trace, by its number
         self._tasks: dict[int, TracedSequence] = {}  # by number
@@ -198,11 +199,6 @@ class StepTE:
     def queued(self) -> float:
         """Prefill cost of all that the TE has."""
         return self._queued / WHOLE
-
-    @property
-    def queued_ns(self) -> float:
-        """Estimate of the time [ns] to compute all waiting prompts, in full steps of all groups."""
-        return self.queued * self.token_ns
 
     @property
     def token_ns(self) -> float:
@@ -424,10 +420,7 @@ class StepTE:
     def queued_at(self, now: float) -> tuple[float, float]:
         """Return the prefill cost of all that the TE has, after the steps that have ended by now, and a time
         before which no other one ends."""
-        ended, queued, now = 0, self._queued, now - self._first_tail
-        if self._count and self._start + self._price <= now:
-            ended = self._num_until(now)
-            ended -= ended > 0 and self._start + self._elapsed(ended) > now
+        ended, queued = self._num_ended(now), self._queued
         next_ns = self._start + self._elapsed(ended + 1) if ended < self._count else math.inf
         for group in self._under_way.values() if ended else ():
             if (chunk := group.load.chunk) is not None:
@@ -435,6 +428,51 @@ class StepTE:
                 assert isinstance(seq, TracedSequence)
                 queued += whole_cost(seq.num_prompt - computed, computed) - seq.cost
         return queued / WHOLE, next_ns
+
+    def _num_ended(self, now: float) -> int:
+        """Count the steps of the run under way that have ended by now."""
+        now -= self._first_tail
+        if not self._count or self._start + self._price > now:
+            return 0
+        ended = self._num_until(now)
+        return ended - (ended > 0 and self._start + self._elapsed(ended) > now)
+
+    def work_at(self, now: float) -> TEWork:
+        """Return the work of the TE now, with the step under way as computed."""
+        self._catch_up(now)
+        running = [*self._under_way.values()] if self._count else []
+        for group in running:
+            group.ahead = 1
+        statuses = [group.status() for group in self.groups]
+        for group in running:
+            group.ahead = 0
+        role = self.groups[0].steps.role
+        pending = [seq.num_prompt for seq in self.waiting] + self.shell.pending_tokens
+        return TEWork(role, statuses, pending, self.limits.num_seqs * len(self.groups))
+
+    def _catch_up(self, now: float) -> None:
+        """Let the run under way begin with the step that is under way now."""
+        ended = min(self._num_ended(now), self._count - 1)
+        if ended > 0:
+            at = self._start + self._elapsed(ended)
+            self._note_steps(ended, at)
+            for group in self._under_way.values():
+                group.done += ended
+            self._price, self._start = self._price + self._slope * ended, at
+            self._count, self._since = self._count - ended, at
+
+    def _note_steps(self, count: int, now: float) -> None:
+        """Count the next steps of the run under way, which took until now."""
+        self.busy_ns += now - self._since
+        self.num_steps += count
+        loads = [(group.load, group.done) for group in self._under_way.values()]
+        if not any(load.prefills for load, _ in loads):
+            return
+        gap = self.price.gap  # of the host: no time on dies, which is what the engine's events tell
+        self.prompts.total_ns += now - self._since - count * gap
+        for ended in {0, count - 1}:
+            cost = sum(load.prompt_cost(done + ended) for load, done in loads)
+            self.prompts.hear(self._price + self._slope * ended - gap, cost)
 
     def interrupt(self, now: float) -> None:
         """End the run with the step that is under way, because a request has come.
@@ -464,15 +502,10 @@ class StepTE:
         """Bring all groups to the last exchange of the run under way; from there on each ends its step
         alone."""
         self._exchanged = self._start + self._elapsed(self._count)
-        self.busy_ns += now - self._since
-        self.num_steps += self._count
-        prefills = False
+        self._note_steps(self._count, now)
         for group in self._under_way.values():
             group.done += self._count - 1
             group.ahead = 1
-            prefills = prefills or group.load.prefills
-        if prefills:
-            self.prefill_ns += now - self._since
         self._ending = sorted(self._under_way.values(), key=lambda group: (group.tail, group.rank))
         self._count = 0
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xdeepserve.engine.dp.events import Assigned, Observed, Sent, StepEnded
+from xdeepserve.engine.dp.events import Assigned, Observed, Sent, StepEnded, TEJoined
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.errors import InputError
 from xdeepserve.llm import LLM, RequestOutput
@@ -91,9 +91,11 @@ class _TracedTEs:
             case Assigned(seq_id=seq_id, te=te):
                 self.last[seq_id] = self.number_of(te)
                 self.first.setdefault(seq_id, self.number_of(te))
+            case TEJoined(te=te):
+                self.number_of(te)
             case Sent(seq_id=seq_id, te=te):
                 self.last[seq_id] = self.number_of(te)
-            case StepEnded(group=group, start_ns=start_ns, end_ns=end_ns):
+            case StepEnded(group=group, start_ns=start_ns, end_ns=end_ns) if group.te in self.names:
                 number = self.number_of(group.te)
                 self.busy_ns[number] += max(0, end_ns - max(start_ns, self._until_ns[number]))
                 self._until_ns[number] = end_ns

@@ -474,7 +474,8 @@ class ScaleConfig(ScaleBounds, frozen=True, forbid_unknown_fields=True):
 
     FEWEST: ClassVar[int] = 0
 
-    warm: Annotated[Natural, "TEs that are pre-warmed: dies and processes, without weights"] = 0
+    # None is for replays of a cluster: a pre-warmed TE for each that comes, which has held no dies.
+    warm: Annotated[Natural | None, "TEs that are pre-warmed: dies and processes, without weights"] = 0
     ttft_s: Annotated[Positive | None, "bound of TTFT, the time to the first token; by default none"] = None
     tpot_s: Annotated[Positive | None, "bound of TPOT, the time per further token; by default none"] = None
     prefill: RoleScale | None = None

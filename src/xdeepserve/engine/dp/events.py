@@ -360,6 +360,17 @@ class TEsWanted(Observed, frozen=True):
         return f"{count} wanted: {self.reason}{stay if self.resumed else ''}"
 
 
+class TEJoined(Observed, frozen=True):
+    """A TE that has come as load asked for takes requests from now on."""
+
+    kind: ClassVar[str] = "scale"
+    te: str
+
+    @property
+    def said(self) -> str:
+        return f"{self.te} takes requests"
+
+
 class FailoverEnded(Observed, frozen=True):
     """A lost TE's replacement is no longer awaited; `reason` says why none comes, if so."""
 

@@ -115,11 +115,12 @@ class Router:
 
     def choose(self, seq: Sequence, tes: Seq[tuple[tuple[bool, ...], TE]]) -> TE:
         """Choose the TE for a request, by its first choice, among TEs with the fewest troubles. By default it
-        has the fewest sequences."""
+        has the fewest sequences, and of several such TEs it is the one that came first."""
         least = min(troubles for troubles, _ in tes)
         able = [te for troubles, te in tes if troubles == least]
-        if len(able) > 1:  # to count the sequences of hundreds of DP groups takes a while
-            able.sort(key=self._order)
+        if len(able) > 1 and not ROUTE.has(self._route, "in turn"):
+            # To count the sequences of hundreds of DP groups takes a while.
+            able.sort(key=lambda te: te.num_sequences)
         te, ledger = able[0], self.ledgers[self.reached(seq)]
         if self._asks:
             cached = self._cached.match(seq, te.sizes.kv.block_size)
@@ -131,12 +132,6 @@ class Router:
             self._promised[seq.seq_id] = 0 if seq.is_counted else there  # else at another TE before
         self._num_seen += 1
         return te
-
-    def _order(self, te: TE) -> tuple[int, int]:
-        """Return the sort key of a TE: by place for policies that go in turn, else by number of sequences
-        first."""
-        in_turn = ROUTE.has(self._route, "in turn")
-        return 0 if in_turn else te.num_sequences, te.sizes.place.first_die
 
     def _num_output(self, seq: Sequence) -> float:
         """Number of tokens in the answer, as far as known or predicted; 0 means unknown."""

@@ -126,7 +126,7 @@ class Engine:
             await outside.start(self._hear)
         self._group.control_plane.start()
         for elastic in self._group.scalers:
-            elastic.start()
+            elastic.begin()
         if (period_s := self.plan.deployment.health.link_probe_s) is not None:
             self.je.probe_links(round(1e9 * period_s))
         if self._warms_up:

@@ -72,10 +72,12 @@ class Joining:
                 raise
             raise XDeepServeError(f"no TE of role {role} can join: {self._end}") from None
 
-    async def join(self, role: Role, dies: list[int] | None = None, kept: KeptKV | None = None) -> str:
+    async def join(
+        self, role: Role, dies: list[int] | None = None, kept: KeptKV | None = None, adopts: bool = True
+    ) -> str:
         """Add a TE, on given dies with the KV kept on them, and return its name; for callers that are
-        processes of the pod."""
-        joining = self._begin(role, "auto", dies, kept)
+        processes of the pod. It `adopts` a pre-warmed TE where there is one and no dies are given."""
+        joining = self._begin(role, "auto", dies, kept, adopts)
         try:
             await self._plan.pod.clock.join(joining)
         except asyncio.CancelledError:
@@ -104,16 +106,23 @@ class Joining:
             self._plan.release(te.plan)
 
     def _begin(
-        self, role: Role, source: Source, dies: list[int] | None = None, kept: KeptKV | None = None
+        self,
+        role: Role,
+        source: Source,
+        dies: list[int] | None = None,
+        kept: KeptKV | None = None,
+        adopts: bool = True,
     ) -> asyncio.Task[str]:
         name = f"loading of a TE for {role}"
-        joining = self._plan.pod.clock.spawn(self._join(role, source, dies, kept), name=name)
+        joining = self._plan.pod.clock.spawn(self._join(role, source, dies, kept, adopts), name=name)
         self._processes = [*(each for each in self._processes if not each.done()), joining]
         return joining
 
-    async def _join(self, role: Role, source: Source, dies: list[int] | None, kept: KeptKV | None) -> str:
+    async def _join(
+        self, role: Role, source: Source, dies: list[int] | None, kept: KeptKV | None, adopts: bool
+    ) -> str:
         te: TE | None = None
-        warm = [] if dies is not None else self.warm_of(role)
+        warm = self.warm_of(role) if adopts and dies is None else []
         if warm:
             te = warm[0]
             self.warm.remove(te)

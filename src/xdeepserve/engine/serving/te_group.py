@@ -262,9 +262,9 @@ class TEGroup:
         """Prepare a TE without weights, which the next one to come adopts; from within a process."""
         self.joining.prewarm(role)
 
-    async def bring(self, role: Role) -> str:
-        """Bring a TE, a pre-warmed one if there is one, and return its name; from within a process."""
-        return await self.joining.join(role)
+    async def bring(self, role: Role, adopts: bool) -> str:
+        """Bring a TE, a pre-warmed one if it `adopts` one, and return its name; from within a process."""
+        return await self.joining.join(role, adopts=adopts)
 
     async def send_away(self, name: str) -> None:
         """Have a TE leave when its work has ended; from within a process."""

@@ -317,5 +317,10 @@ class TEShell(Generic[G]):
         return sum(len(seqs) for seqs in self.pending) + len(self.arrivals)
 
     @property
+    def pending_tokens(self) -> list[int]:
+        """Number of tokens of each sequence not yet assigned to a group."""
+        return [len(seq.token_ids) for seqs in (*self.pending, self.arrivals) for seq in seqs]
+
+    @property
     def has_work(self) -> bool:
         return bool(self.pending or self.arrivals) or any(group.places.has_work for group in self.groups)
