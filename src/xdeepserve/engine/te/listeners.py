@@ -35,7 +35,7 @@ def service(server: Stay) -> ServiceServer:
 
 def release(plan: TEPlan, monitor: ServerMonitor, ranks: Iterable[int]) -> None:
     """Release the slots of a TE's clients on all servers, and on those that come later."""
-    clients, members = [plan.members.numbers[rank] for rank in ranks], plan.members
+    clients, members = [plan.members.client_numbers[rank] for rank in ranks], plan.members
     members.set.released.update(clients)
     for server in members.servers:
         if monitor.memory_answers(server.die):  # else it is lost as well; a server in its place is told
@@ -46,7 +46,7 @@ def release(plan: TEPlan, monitor: ServerMonitor, ranks: Iterable[int]) -> None:
 def admit(plan: TEPlan, monitor: ServerMonitor) -> None:
     """Let a TE's clients have the slots that clients of another TE have had before."""
     members = plan.members
-    clients = members.set.released.intersection(members.numbers)
+    clients = members.set.released.intersection(members.client_numbers)
     members.set.released -= clients
     for server in members.servers:
         if monitor.memory_answers(server.die):

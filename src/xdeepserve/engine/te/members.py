@@ -175,10 +175,10 @@ class Questions:
 class ServerSet:
     """Expert servers, and the TEs whose DP groups are their clients.
 
-    `stays` are the servers in the order in which they were seated. `books` are those of the TEs that run, or
-    load, and `numbers` the numbers that TEs have: the clients of TE number k come after those of k TEs.
-    `released` are the numbers of clients whose slots no server has. `epochs` counts the rollbacks of all TEs,
-    so that a server is called back by no epoch twice.
+    `stays` are the servers in the order in which they were seated; `keeper` is the TE whose own they are.
+    `books` are those of the TEs that run, or load, and `numbers` the numbers that TEs have: the clients of TE
+    number k come after those of k TEs. `released` are the numbers of clients whose slots no server has.
+    `epochs` counts the rollbacks of all TEs, so that a server is called back by no epoch twice.
     """
 
     num_tes: int  # at most
@@ -250,7 +250,7 @@ class Members:
         self.set = servers or ServerSet.of(team)
         self.set.keeper = self.set.keeper or self
         self.set.numbers[team.number] = self.name
-        self.numbers = [team.client(rank) for rank in team.ranks]  # of its clients among all of the set
+        self.client_numbers = [team.client(rank) for rank in team.ranks]  # among all clients of the set
         self._listeners: Mapping[Listener, Act] = {}
         self.sharer: Sharer | None = None  # while the TE is planned alone
 
