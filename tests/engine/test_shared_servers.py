@@ -135,6 +135,15 @@ def test_a_te_comes_in_the_place_of_one_that_is_lost_and_one_more_brings_servers
     assert [te.dies[4:] for te in told.tes] == [(*SERVERS,), (), (*range(22, 28),)]
 
 
+def test_tes_that_come_after_all_were_lost_share_smaller_servers() -> None:
+    """The TE that failover brings has room for one client alone, and the next one is like it."""
+    settings = "recovery.failover=true", "recovery.spare_dies=5"
+    told, shown = ends(TWO, *settings, faults=lost([*KEEPER, *OTHER], 700.0))
+    assert shown.tes == {"te 2": True, "te 3": False}
+    assert {len(te.dies) for te in told.tes} == {1 + 3, 1}
+    assert not shown.offline
+
+
 @pytest.mark.thin(2)
 @pytest.mark.parametrize("what", ["drain", "remove"])
 @pytest.mark.parametrize("name", ["te", "te 1"])

@@ -178,8 +178,11 @@ class PodPlan:
                 "start, or none"
             )
         shared = self._servers_for(sizes)
-        dies = self.pod.find_free(sizes.place.num_dies + (0 if shared else sizes.place.num_expert_dies))
-        return sizes.at(dies) if shared is None else sizes.at([*dies, *shared.team.holders.dies])
+        if shared is not None:
+            return shared.sizes.at(
+                [*self.pod.find_free(shared.sizes.place.num_dies), *shared.servers_at_first]
+            )
+        return sizes.at(self.pod.find_free(sizes.place.num_dies + sizes.place.num_expert_dies))
 
     def _servers_for(self, sizes: Sizes) -> TEPlan | None:
         """Return a TE whose expert servers one more TE can share; None if it must bring its own."""
@@ -189,8 +192,9 @@ class PodPlan:
 
     def most_dies(self, role: Role, limit: int) -> int | None:
         """Return how many of `limit` dies a TE like the first of its role can use; None if it needs more."""
-        if role in self._first and self._servers_for(self._first[role]) is not None:
-            num_dies = self._first[role].place.num_dies
+        shared = self._servers_for(self._first[role]) if role in self._first else None
+        if shared is not None:
+            num_dies = shared.sizes.place.num_dies
             return num_dies if num_dies <= limit else None
         sizes = self._largest(role, limit)
         return None if sizes is None else len(sizes.place.every_die)
@@ -204,10 +208,9 @@ class PodPlan:
 
     def _fitted(self, role: Role, dies: Sequence[int]) -> Sizes:
         """Return the largest TE of a role that these dies have room for, on the first of them."""
-        first = self._first[role]
-        shared = self._servers_for(first)
-        if shared is not None and first.place.num_dies <= len(dies):
-            return first.at([*dies[: first.place.num_dies], *shared.team.holders.dies])
+        shared = self._servers_for(self._first[role])
+        if shared is not None and shared.sizes.place.num_dies <= len(dies):
+            return shared.sizes.at([*dies[: shared.sizes.place.num_dies], *shared.servers_at_first])
         sizes = self._largest(role, len(dies))
         if sizes is None:
             needed = self.least_dies(role)

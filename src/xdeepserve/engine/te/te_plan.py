@@ -226,6 +226,11 @@ class TEPlan:
         return tuple(server.die for server in self._kept)
 
     @property
+    def servers_at_first(self) -> tuple[int, ...]:
+        """Dies of all seats of expert servers as they were planned; TEs that share servers agree on them."""
+        return self.sizes.place.expert_dies
+
+    @property
     def _kept(self) -> list[Stay]:
         return self.members.servers if self.members.keeps else []
 
