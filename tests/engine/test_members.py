@@ -53,7 +53,8 @@ WANTS_TRUTH = {
     "engine/serving/failover.py:Failover._restart": "names settings by the dies that are free",
     # Memory is given back: what runs on a broken die never ends by itself.
     "engine/te/server_seats.py:ServerSeats._free_when_idle": "ends what runs on a lost die before it is free",
-    "engine/te/listeners.py:listeners": "a memory that does not answer has no slots to release",
+    "engine/te/listeners.py:release": "a memory that does not answer has no slots to release",
+    "engine/te/listeners.py:admit": "nor has it slots for clients that come",
     # Bytes are looked at: a broken memory has been scribbled over.
     "engine/build.py:PodPlan.mend": "compares weights with their digests",
     "engine/build.py:PodPlan.bring_server": "compares weights with their digests",

@@ -101,7 +101,14 @@ KINDS = (
     Kind("loop of a TE", TE, Masters, "advance", "monolithic"),
     Kind("loop of a DP group", TE, Masters, "run", "moe-attention", APART),
     Kind("reports of layers", TE, te, "hear_layers", "pd", (*PAIR, "transfer=layer")),
-    Kind("expert die", "engine/te/listeners.py:start_program", ExpertProgram, "run", "moe-attention", APART),
+    Kind(
+        "expert die",
+        "engine/te/server_keeping.py:ServerKeeping.start_program",
+        ExpertProgram,
+        "run",
+        "moe-attention",
+        APART,
+    ),
     Kind("stream of an expert die", f"{EXPERTS}._spawn", ExpertProgram, "_compute", "moe-attention", APART),
     Kind(
         *("loads of an expert die", f"{EXPERTS}.loads", ExpertProgram, "_load", "moe-attention"),

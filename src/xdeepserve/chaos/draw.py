@@ -82,6 +82,8 @@ def draw(seed: int, deployments: Sequence[str], config: ModelConfig) -> FaultSch
     rng = random.Random(f"chaos {seed}")
     deployment = rng.choice(list(deployments))
     settings = (*SMALL, "checksums=true", *rng.choice(PODS[deployment]))
+    if deployment == "eaas" and random.Random(f"chaos clients {seed}").random() < 0.3:
+        settings = (*settings, "attention.count=2")
     for knob in KNOBS:
         if rng.random() < 0.2 and _num_dies(deployment, (*settings, *knob), config):
             settings = (*settings, *knob)
@@ -123,7 +125,8 @@ def _with_servers(rng: random.Random, drawn: FaultSchedule, config: ModelConfig)
     if place is None or rng.random() < 0.3:
         return drawn
     settings = (*drawn.settings, VACANCY)
-    if rng.random() < 0.5 and (wider := _with_services(drawn.deployment, settings, config)):
+    is_alone = len(_fitted(drawn.deployment, settings, config)) == 1  # else dies of the next TE are others
+    if rng.random() < 0.5 and is_alone and (wider := _with_services(drawn.deployment, settings, config)):
         vacant = {wider.expert_dies[number] for number in wider.vacant}
         if all(fault.die not in vacant and not vacant & {*(fault.link or ())} for fault in drawn.faults):
             drawn, place = msgspec.structs.replace(drawn, settings=settings), wider
@@ -142,7 +145,7 @@ def _with_servers(rng: random.Random, drawn: FaultSchedule, config: ModelConfig)
 def _num_dies(deployment: str, settings: Sequence[str], config: ModelConfig) -> int:
     """Return the number of dies of a pod; 0 if there is no such pod."""
     tes = _fitted(deployment, settings, config)
-    return sum(te.place.num_dies + te.place.num_expert_dies for te in tes)
+    return len({die for te in tes for die in te.place.every_die})
 
 
 def _with_services(deployment: str, settings: Sequence[str], config: ModelConfig) -> TEPlace | None:
@@ -208,7 +211,7 @@ def _more_faults(
 ) -> list[Fault]:
     """Draw faults of one kind on dies without another fault; those of pages mostly where there is KV."""
     taken = {fault.die for fault in others}
-    dies = [die for te in tes for die in te.every_die if die not in taken]
+    dies = [die for die in dict.fromkeys(die for te in tes for die in te.every_die) if die not in taken]
     with_kv = {die for te in tes for die in te.dies}
     faults = []
     for die in rng.sample(dies, min(rng.choice((1, 1, 2)), len(dies))):

@@ -81,8 +81,13 @@ def _is_broken(te: TEPlan, faults: Sequence[Fault], leaving: Collection[int]) ->
     hosts = {fault.host for fault in faults if fault.kind == "lost"}
     if not any(fault.rule is not None and fault.rule.needs_all_dies for fault in faults):
         lost -= _missed_by_nobody(te, lost, leaving) | _missed_clients(te, lost)
-    loses = any(die in lost or te.pod.topology.server_of(die) in hosts for die in te.every_die)
+    loses = any(die in lost or te.pod.topology.server_of(die) in hosts for die in _dies_of(te))
     return loses or _is_cut(te, te, faults)
+
+
+def _dies_of(te: TEPlan) -> set[int]:
+    """Return the dies of a TE's DP groups and of its expert servers, which other TEs may share."""
+    return {*te.dies, *(server.die for server in te.members.servers)}
 
 
 def _missed_by_nobody(te: TEPlan, lost: Collection[int | None], leaving: Collection[int]) -> set[int]:
@@ -113,7 +118,7 @@ def _missed_clients(te: TEPlan, lost: Collection[int | None]) -> set[int]:
 
 
 def _holds_metadata(fault: Fault, te: TEPlan) -> bool:
-    if fault.die not in te.every_die or fault.page is None:
+    if fault.die not in _dies_of(te) or fault.page is None:
         return False
     memory = te.pod.memories.plans[fault.die]
     start = memory.find_page(fault.page)
@@ -123,6 +128,5 @@ def _holds_metadata(fault: Fault, te: TEPlan) -> bool:
 def _is_cut(a: TEPlan, b: TEPlan, faults: Sequence[Fault]) -> bool:
     """Whether a link between dies of two TEs, or of one, is down or corrupts data."""
     links = [fault.link for fault in faults if fault.kind in ("down", "flipped") and fault.link is not None]
-    return any(
-        (x in a.every_die and y in b.every_die) or (y in a.every_die and x in b.every_die) for x, y in links
-    )
+    ours, theirs = _dies_of(a), _dies_of(b)
+    return any((x in ours and y in theirs) or (y in ours and x in theirs) for x, y in links)

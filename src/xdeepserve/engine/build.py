@@ -177,11 +177,25 @@ class PodPlan:
                 f"deployment {self.deployment.name}: a pod has {', '.join(sorted(foreign))} dies from its "
                 "start, or none"
             )
-        dies = self.pod.find_free(sizes.place.num_dies + sizes.place.num_expert_dies)
-        return sizes.at(dies)
+        shared = self._servers_for(sizes)
+        if shared is not None:
+            return shared.sizes.at(
+                [*self.pod.find_free(shared.sizes.place.num_dies), *shared.servers_at_first]
+            )
+        return sizes.at(self.pod.find_free(sizes.place.num_dies + sizes.place.num_expert_dies))
+
+    def _servers_for(self, sizes: Sizes) -> TEPlan | None:
+        """Return a TE whose expert servers one more TE can share; None if it must bring its own."""
+        if sizes.groups.num_tes == 1:
+            return None
+        return next((te for te in self.tes if te.members.set.free_number is not None), None)
 
     def most_dies(self, role: Role, limit: int) -> int | None:
         """Return how many of `limit` dies a TE like the first of its role can use; None if it needs more."""
+        shared = self._servers_for(self._first[role]) if role in self._first else None
+        if shared is not None:
+            num_dies = shared.sizes.place.num_dies
+            return num_dies if num_dies <= limit else None
         sizes = self._largest(role, limit)
         return None if sizes is None else len(sizes.place.every_die)
 
@@ -194,6 +208,9 @@ class PodPlan:
 
     def _fitted(self, role: Role, dies: Sequence[int]) -> Sizes:
         """Return the largest TE of a role that these dies have room for, on the first of them."""
+        shared = self._servers_for(self._first[role])
+        if shared is not None and shared.sizes.place.num_dies <= len(dies):
+            return shared.sizes.at([*dies[: shared.sizes.place.num_dies], *shared.servers_at_first])
         sizes = self._largest(role, len(dies))
         if sizes is None:
             needed = self.least_dies(role)
@@ -246,13 +263,16 @@ class PodPlan:
 
         DeploymentError, and nothing has happened, if that fails.
         """
-        team = Team(self.pod, self.config, self.recipe, sizes)
-        dies = sizes.place.every_die
+        shared = self._servers_for(sizes)
+        servers = None if shared is None else shared.members.set
+        number = 0 if servers is None else servers.free_number or 0
+        team = Team(self.pod, self.config, self.recipe, sizes, number, brings_servers=servers is None)
+        dies = sizes.place.every_die if servers is None else sizes.place.dies
         self.pod.hold(dies, f"{sizes.place.name} of {self.checkpoint.name}")
         try:
-            wiring = ByteWiring(team) if self.timing is None else ClockWiring(team, self.timing)
+            wiring = ByteWiring(team) if self.timing is None else self._clock_wiring(team, shared)
             load_mode = self.deployment.cache.load if self.timing is None else "never"
-            te = TEPlan(wiring, self.checkpoint, load_mode)
+            te = TEPlan(wiring, self.checkpoint, load_mode, servers)
             self.pod.memories.check(limit=physical_memory())
         except (DeploymentError, HardwareError) as error:
             self.pod.release(dies)
@@ -261,6 +281,11 @@ class PodPlan:
             servers = wings.part("servers outside")(wiring.seats_outside, te, self.deployment, self.recipe)
             self.outside.append(servers)
         return te
+
+    def _clock_wiring(self, team: Team, shared: TEPlan | None) -> ClockWiring:
+        assert self.timing is not None
+        other = None if shared is None else shared.wiring
+        return ClockWiring(team, self.timing, other if isinstance(other, ClockWiring) else None)
 
     def _plan_pool_use(self, weight: float) -> PodPool | None:
         """Plan the use of a memory pool, if the deployment has one, in which a byte stands for `weight`
@@ -384,7 +409,7 @@ def pod_for(
 ) -> Pod:
     """Make a CloudMatrix384, or a pod with more servers if these TEs need them."""
     topology = Topology()
-    needed = 1 + max(te.every_die[-1] for te in tes)
+    needed = 1 + max(die for te in tes for die in te.every_die)
     servers = max(topology.servers, -(-needed // topology.dies_per_server))
     return Pod(msgspec.structs.replace(topology, servers=servers), spec, clock, trace)
 

@@ -181,7 +181,7 @@ def _vacancies(plan: PodPlan) -> list[str]:
     """Name the dies reserved for expert servers that may join (EaaS)."""
     seats = [
         f"die {place.expert_dies[number]}"
-        for place in (te.sizes.place for te in plan.tes)
+        for place in (te.sizes.place for te in plan.tes if te.members.keeps)
         for number in place.vacant
     ]
     if not seats:
@@ -315,9 +315,14 @@ def team(te: TEPlan) -> str:
     place = te.sizes.place
     name = "" if place.role == "both" else f"{te.name}: "
     if place.num_expert_dies:
-        return (
+        attention = (
             f"{name}{counted(place.num_domains, 'DP domains')} of "
-            f"{counted(place.dies_per_domain, 'attention dies')}, "
+            f"{counted(place.dies_per_domain, 'attention dies')}"
+        )
+        if not te.members.keeps:
+            return f"{attention}, with the same expert servers"
+        return (
+            f"{attention}, "
             f"{counted(place.num_routed_dies - place.num_vacant)} of routed experts, "
             f"{place.num_shared_dies} of the shared one"
         )

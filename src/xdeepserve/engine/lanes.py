@@ -62,9 +62,13 @@ def name_lanes(pod: Pod, tes: Sequence[TEPlace], most: int) -> None:
     trace.lane_order = LANES
     order = FIRST_DIE
     trace.lane_labels = LABELS
+    named: set[int] = set()  # TEs may share expert servers
     for te in sorted(tes, key=lambda te: te.role == "prefill"):
         for role in _roles(te, f"{te.name} " if len(tes) > 1 else ""):
             for number, (die, name) in enumerate(role):
+                if die in named:
+                    continue
+                named.add(die)
                 trace.name_node(die, name, order, pod.topology.name(die))
                 order += 1
                 if most and number >= most:

@@ -57,7 +57,7 @@ def _die_rows(at: int, te: TEPlan) -> Iterator[DieRow]:
         for rank in ranks:
             slots = te.memories[rank].slots
             yield DieRow(te.dies[rank], at, role, rank // place.dies_per_domain, group, *_ends(slots))
-    for number, die in enumerate(place.expert_dies):
+    for number, die in enumerate(place.expert_dies if te.members.keeps else ()):
         kind = "vacant" if number in place.vacant else "experts"
         if experts.is_shared(number):
             kind = "shared"
@@ -71,7 +71,7 @@ def _ends(held: range) -> tuple[int, int]:
 def now_part(engine: Engine, num_tokens: int) -> NowPart:
     """Make the part of the moment: time, queues, lives of TEs, lost dies."""
     groups = engine.groups
-    lost_servers = [server.die for te in engine.je.tes for server in te.members.silent]
+    lost_servers = [server.die for te in engine.je.tes if te.members.keeps for server in te.members.silent]
     return NowPart(
         ns=engine.plan.pod.clock.now,
         num_running=sum(len(group.places.running) for group in groups),

@@ -96,7 +96,8 @@ class ServiceLayout(msgspec.Struct, frozen=True):
 
     `servers.dies` are the dies of the servers at first, `servers.expert_rank[e]` is the server of physical
     expert e. `num_slots` is the number of slots of each client on each server, `max_tokens` the most tokens
-    of a request. With `announces`, clients also tell servers when they have nothing for them.
+    of a request. With `announces`, clients also tell servers when they have nothing for them. The servers
+    have slots for `num_tes` task executors (TEs) with as many clients each; `clients` are those of one.
     """
 
     clients: tuple[int, ...]
@@ -109,6 +110,7 @@ class ServiceLayout(msgspec.Struct, frozen=True):
     name: str = "services"
     int8_answers: bool = False  # of layouts that quantise
     announces: bool = False
+    num_tes: int = 1
 
     def __post_init__(self) -> None:
         check_count("service layout", "num_slots", self.num_slots)
@@ -152,8 +154,13 @@ class ServiceLayout(msgspec.Struct, frozen=True):
         return client * self.num_slots + slot
 
     @property
+    def num_clients(self) -> int:
+        """Number of clients of all TEs."""
+        return len(self.clients) * self.num_tes
+
+    @property
     def num_all_slots(self) -> int:
-        return len(self.clients) * self.num_slots
+        return self.num_clients * self.num_slots
 
     def state_at(self, number: int) -> int:
         """Return the offset of a slot's state in the region of slots, behind the bell."""

@@ -102,7 +102,7 @@ class ServiceServer(Handle):
         raw = memory.view(self._slots, np.uint8, layout.state_at(count))
         self._states: npt.NDArray[np.uint8] = raw[BELL.size :].reshape(count, SLOT_NBYTES)[:, 0]
         self._mine = np.flatnonzero(np.asarray(layout.servers.expert_rank) == index)
-        self._names = [f"client {client}" for client in range(len(layout.clients))]
+        self._names = [f"client {client}" for client in range(layout.num_clients)]
         self.generation = generation
         self._lost: set[int] = set()  # clients, in every generation
         self.refusals: list[str] = []  # why clients were put offline
@@ -115,7 +115,8 @@ class ServiceServer(Handle):
         self.generation += 1
         self._order: list[int] = []  # slots that wait for a batch, as they came
         self._announced: set[int] = set()  # clients that have nothing for the next batch
-        self._present = set(range(len(self.layout.clients)))
+        self._present = set(range(self.layout.num_clients))
+        self._served: set[int] = set()  # slots whose requests are in a batch without answers yet
         self._offline: set[int] = set()  # clients that get no answers any more
         for number in range(self.layout.num_all_slots):
             self._set(number, SlotEvent.REGISTER)
@@ -128,6 +129,13 @@ class ServiceServer(Handle):
         self._lost.add(client)
         self._put_offline(client)
 
+    def admit(self, client: int) -> None:
+        """Serve a client in the place of one that was released; its slots are empty."""
+        self._lost.discard(client)
+        self._offline.discard(client)
+        for slot in range(self.layout.num_slots):
+            self._set(self.layout.number(client, slot), SlotEvent.REGISTER)
+
     def _put_offline(self, client: int) -> None:
         self._present.discard(client)
         self._offline.add(client)
@@ -136,6 +144,7 @@ class ServiceServer(Handle):
             if self.state(number) != SlotState.OFFLINE:
                 self._set(number, SlotEvent.RELEASE)
             self._order = [each for each in self._order if each != number]
+            self._served.discard(number)
 
     def state(self, number: int) -> int:
         """Return the state of a slot."""
@@ -265,6 +274,7 @@ class ServiceServer(Handle):
                 continue
             room -= len(asked)
             batch.append(asked)
+            self._served.add(number)
         self._announced.clear()
         return batch
 
@@ -280,7 +290,7 @@ class ServiceServer(Handle):
             raise ProtocolError(f"{who}: field layer: expected below {self.num_layers}, seen {header.layer}")
         row = layout.rows.dispatch_row
         raw = self.die.memory.read(self._requests.offset + layout.request_at(number), header.batch_size * row)
-        counts = np.zeros(len(layout.clients), np.int64)
+        counts = np.zeros(layout.num_clients, np.int64)
         counts[client] = header.batch_size
         rows = np.frombuffer(raw, np.uint8).reshape(header.batch_size, row)
         received = unpack_tokens(layout.rows, rows, counts)
@@ -291,12 +301,13 @@ class ServiceServer(Handle):
         """Write an answer row for each row of the batch, expert_out float32 [N, H], and then the slots'
         states.
 
-        A client that was released meanwhile gets none, and no client does if the server has registered anew.
+        A client that was released meanwhile gets none, nor does another client in its place, and no client
+        does if the server has registered anew.
         """
         layout, rows = self.layout, self.layout.rows
         total = np.zeros(sum(map(len, batch)))
         check_answers(SERVE, rows, total, expert_out)
-        start_ns, generation = self.die.clock.now, self.generation
+        start_ns = self.die.clock.now
         packed = await load_answers(self, SERVE, rows, expert_out)
         launched_ns = start_ns + self.die.spec.kernel_ns(0, 0)
         await self.die.mte.store_view(packed.nbytes, None, self.means.cores, f"{SERVE} 3 write", launched_ns)
@@ -311,6 +322,7 @@ class ServiceServer(Handle):
             self.die.spec.pieces_ns(len(batch), self.means.cores or self.die.spec.num_cores("aiv"))
         )
         for number in numbers:
-            if self.generation == generation and self.state(number) == SlotState.WRITTEN:
+            if number in self._served and self.state(number) == SlotState.WRITTEN:
+                self._served.discard(number)
                 self._set(number, SlotEvent.ANSWER)
         await self.steps.passed(SERVE, 4)

@@ -341,6 +341,9 @@ class AttentionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     In `eaas` they are the clients of expert servers.
     """
 
+    count: Annotated[
+        Count, "TEs with that many attention dies each, all clients of the same expert servers (eaas)"
+    ] = 1
     domains: Annotated[Count, "DP domains, which experts serve in turn (moe-attention, transformerless)"] = 2
     dies: Annotated[Count, "attention dies in each DP domain, each a DP group"] = 2
     microbatches: Annotated[

@@ -54,7 +54,11 @@ def fit(deployment: Deployment, config: ModelConfig, is_timing_only: bool = Fals
     first_die = _places(deployment, tes, reasons)
     if reasons:
         raise DeploymentError(f"deployment {deployment.name}: " + "; ".join(dict.fromkeys(reasons)))
-    return tuple(size(deployment, config, te, first_die[te.name], is_timing_only) for te in tes)
+    sizes = [size(deployment, config, te, first_die[te.name], is_timing_only) for te in tes]
+    for number, te in enumerate(tes):
+        if not te.has_servers:
+            sizes[number] = sizes[number].sharing(sizes[0])
+    return tuple(sizes)
 
 
 def with_servers_outside(deployment: Deployment, config: ModelConfig) -> Sizes:
@@ -339,6 +343,7 @@ def _group_sizes(d: Deployment, te: TEDies, max_part: int) -> GroupSizes:
         max_slice=-(-max_part // tp),
         gathers_statuses=gathers and te.kind.role != "decode",
         lost_ns=_lost_ns(d),
+        num_tes=te.num_tes,
     )
 
 

@@ -60,6 +60,7 @@ ONLY = (
     Only("execution.decode", has_prefill, PREFILL),
     Only("scale.prefill", has_prefill, PREFILL),
     Only("scale.decode", has_prefill, PREFILL),
+    Only("attention.count", has_services, SERVICES),
     Only("experts.counts", has_services, SERVICES),
     Only(
         "experts.copies",
@@ -167,6 +168,10 @@ def _exchange(d: Deployment) -> ExchangeTraits:
     return EXCHANGES[d.exchange]
 
 
+def _attention(d: Deployment) -> AttentionConfig:
+    return d.attention or AttentionConfig()
+
+
 def _experts(d: Deployment) -> ExpertConfig:
     return d.experts or ExpertConfig()
 
@@ -266,6 +271,18 @@ EXCLUDED = (
         lambda d: has_services(d.kind) and _experts(d).transport != "pod" and _experts(d).redundant_slots,
         "experts.redundant_slots are filled by a pod's dies, and with transport={d.experts.transport} "
         "experts are elsewhere: experts.copies are there from the start",
+    ),
+    SettingRule(
+        ("attention.count", "experts.redundant_slots"),
+        lambda d: has_services(d.kind) and _attention(d).count > 1 and _experts(d).redundant_slots,
+        "experts.redundant_slots follow the load of one TE, and attention.count={d.attention.count} TEs have "
+        "the same servers: experts.copies are there from the start",
+    ),
+    SettingRule(
+        ("attention.count", "experts.transport"),
+        lambda d: has_services(d.kind) and _attention(d).count > 1 and _experts(d).transport != "pod",
+        "with experts.transport={d.experts.transport} there is one TE, found "
+        "attention.count={d.attention.count}",
     ),
     SettingRule(
         ("experts.monitor",),
@@ -385,7 +402,7 @@ def _said(rule: SettingRule, d: Deployment) -> str:
 
 
 def _has_one_te(d: Deployment) -> bool:
-    many = d.te is not None and sum(te.count for te in d.te) > 1
+    many = _attention(d).count > 1 or (d.te is not None and sum(te.count for te in d.te) > 1)
     return not (many or has_prefill(d.kind) or d.scale)
 
 

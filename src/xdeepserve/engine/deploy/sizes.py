@@ -120,6 +120,7 @@ class GroupSizes(msgspec.Struct, frozen=True, kw_only=True):
     max_slice: int  # rows of a step, or of one of its parts, that a die has where tokens are cut between dies
     gathers_statuses: bool = False  # on the leader's die, before requests are dealt out
     lost_ns: int = 60_000_000_000  # without an answer, after which a DP group is lost
+    num_tes: int = 1  # whose DP groups are clients of the same expert servers
 
     @property
     def num_dies(self) -> int:
@@ -333,6 +334,10 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
         """Return the same TE on other dies."""
         scattered = () if isinstance(dies, range) else tuple(dies)
         return replace(self, place=replace(self.place, first_die=dies[0], scattered=scattered))
+
+    def sharing(self, other: Sizes) -> Sizes:
+        """Return the same TE with the expert dies of another one."""
+        return self.at([*self.place.dies, *other.place.expert_dies])
 
     def called(self, name: str) -> Sizes:
         """Return the same TE under another name."""

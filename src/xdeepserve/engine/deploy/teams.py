@@ -41,6 +41,10 @@ class TEDies(NamedTuple):
     num_shared_dies: int = 0  # with a copy of the shared expert for others, of their own or with attention
     devices: tuple[Device, Device] = ("cm384", "cm384")  # of attention, of experts on dies of their own
     room: ReplicaRoom = ReplicaRoom("experts.redundant_slots")
+    num_tes: int = 1  # like this one, which share its expert servers
+    has_servers: bool = (
+        True  # on dies of its own, where experts have such; false: it shares those of a TE before
+    )
     num_peers: int = 0  # dies of DP groups of the TEs between which and this one KV moves
 
     @property
@@ -51,7 +55,7 @@ class TEDies(NamedTuple):
     @property
     def total(self) -> int:
         """Number of all dies of the TE."""
-        return self.num_dies + (self.num_holders if self.num_routed_dies else 0)
+        return self.num_dies + (self.num_holders if self.num_routed_dies and self.has_servers else 0)
 
     @property
     def is_mixed(self) -> bool:
@@ -222,7 +226,10 @@ class Teams:
             )
 
     def _apart(self, row: TEKind) -> list[TEDies]:
-        """Make the TE of a kind whose experts have dies of their own."""
+        """Make the TEs of a kind whose experts have dies of their own.
+
+        There is one, or several that share expert servers.
+        """
         d, config, reasons = self.d, self.config, self.reasons
         attention, experts = d.attention or AttentionConfig(), d.experts or ExpertConfig()
         name = row.te_name(0)
@@ -252,7 +259,9 @@ class Teams:
         num_dies = attention.domains * attention.dies
         vacant = max(0, experts.vacancies) if row.has_services else 0
         devices = attention.hardware, experts.hardware
-        return [TEDies(name, row, num_dies, TEConfig(tp=1), routed + vacant, shared, devices, room)]
+        num_tes = attention.count if row.has_services else 1
+        te = TEDies(name, row, num_dies, TEConfig(tp=1), routed + vacant, shared, devices, room, num_tes)
+        return [te._replace(name=row.te_name(n), has_servers=not n) for n in range(num_tes)]
 
     def _dies(
         self,

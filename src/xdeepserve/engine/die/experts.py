@@ -131,7 +131,7 @@ class ExpertProgram:
             stream.cancel()
             await self.die.clock.until_ended(stream)
         seen = rollback.field.read()
-        while seen.resumed < seen.epoch:
+        while rollback.epoch < seen.epoch:
             rollback.enter(seen.epoch)
             self.reports.put(RolledBack(DieNumber(self.die.index), seen.epoch))
             seen = await rollback.field.resumes(seen.epoch)

@@ -19,13 +19,16 @@ class Team:
     """Dies of a TE and all its sizes: whoever builds something for the TE takes the team, and reads a part.
 
     Each `groups.tp` neighbours of `dies` are a DP group. Where experts have dies of their own, `expert_at`
-    has these by number, as they are when the TE begins; expert servers come and go (`te.members`).
+    has these by number, as they are when the TE begins; expert servers come and go (`te.members`). TEs that
+    share expert servers have a `number` each, and one of them brings the servers' dies into the pod.
     """
 
     pod: Pod
     config: ModelConfig
     recipe: Recipe
     sizes: Sizes
+    number: int = 0
+    brings_servers: bool = True
 
     def __post_init__(self) -> None:
         place = self.sizes.place
@@ -45,6 +48,15 @@ class Team:
     def has_servers_outside(self) -> bool:
         """Whether each expert server is a process of its own, outside of the pod."""
         return self.sizes.place.has_servers_outside
+
+    @property
+    def num_tes(self) -> int:
+        """Number of TEs that share expert servers, this one included, when all are there."""
+        return self.sizes.groups.num_tes
+
+    def client(self, rank: DieRank) -> int:
+        """Return the number of an attention die among all clients of its expert servers."""
+        return self.number * len(self.dies) + rank
 
     @property
     def topology(self) -> Topology:

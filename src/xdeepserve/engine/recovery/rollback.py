@@ -17,7 +17,7 @@ step may write them.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -49,7 +49,8 @@ Hear: TypeAlias = Callable[[int | None], Awaitable[msgspec.Struct]]
 class Rollback:
     """Host's part of token recomputation for the TE `name`; `dies` are its dies with DP groups.
 
-    `taking_part` lists all dies that roll back, as the TE's book of members has them.
+    `taking_part` lists all dies that roll back, as the TE's book of members has them. Each rollback has the
+    next of `epochs`, which TEs that share expert servers have in common.
     """
 
     def __init__(
@@ -60,20 +61,17 @@ class Rollback:
         taking_part: Callable[[], Sequence[int]],
         config: RecoveryConfig,
         timeout_ns: int,
+        epochs: Iterator[int],
     ) -> None:
         self.name, self._pod, self._config, self._timeout_ns = name, pod, config, timeout_ns
         self._dies = [pod.dies[die] for die in dies]
         self._taking_part = taking_part
         self.phase: RollbackPhase = "serving"
-        self.epoch = Epoch(0)
+        self.epoch, self._epochs = Epoch(0), epochs
+        self.count = 0  # rollbacks so far
         self.reason: str | None = None  # of the rollback that is under way
         self._num_in_a_row = 0  # since a step has ended
         self._awaited: set[int] = set()  # dies
-
-    @property
-    def count(self) -> int:
-        """Number of rollbacks so far, equal to the current epoch."""
-        return self.epoch
 
     def leave_out(self, die: int) -> None:
         """Wait no longer for a die that takes no part any more."""
@@ -105,10 +103,11 @@ class Rollback:
         self._move("call")
         self._num_in_a_row += not isinstance(error, DriverReport)
         self.reason = str(error)
-        self.epoch = Epoch(self.epoch + 1)
+        former, self.epoch = self.epoch, Epoch(next(self._epochs))
+        self.count += 1
         self._awaited = {*self._taking_part()}
         for number in self._taking_part():
-            RollbackField(self._pod.dies[number]).write(Epochs(self.epoch, Epoch(self.epoch - 1)))
+            RollbackField(self._pod.dies[number]).write(Epochs(self.epoch, former))
         for die, step in zip(self._dies, first_steps, strict=True):
             if die.index in self._awaited:
                 die.put(RollBack(self.epoch, StepNo(step)))
@@ -149,7 +148,9 @@ class Rollback:
             if die.index in taking_part:
                 die.put(Resume(self.epoch))
         for number in taking_part:
-            RollbackField(self._pod.dies[number]).write(Epochs(self.epoch, self.epoch, step))
+            field = RollbackField(self._pod.dies[number])
+            if field.read().epoch <= self.epoch:  # else a server has begun anew since, for another TE
+                field.write(Epochs(self.epoch, self.epoch, step))
 
     def _move(self, event: str) -> None:
         refusal = f"TE {self.name} cannot {event}: its rollback is {self.phase}"

@@ -188,7 +188,7 @@ class TEGroup:
 
     def servers(self) -> list[ServerReport]:
         """Report the seats of expert servers of all TEs that have some."""
-        return [report for te in self._je.tes for report in te.seats.reports()]
+        return [report for te in self._je.tes if te.members.keeps for report in te.seats.reports()]
 
     async def add_server(self, te: str | None, number: int | None) -> ServerReport:
         """Bring a further expert server (te/server_seats.py) to a TE, by default the first TE that has
@@ -205,7 +205,7 @@ class TEGroup:
     def _te_with_servers(self, name: str | None) -> TE:
         for te in self._je.tes:
             if te.sizes.place.name == name or (name is None and te.members.num_seats):
-                return te
+                return next(each for each in self._je.tes if each.members is te.members.keeper)
         names = ", ".join(te.sizes.place.name for te in self._je.tes)
         wanted = "no TE with expert servers" if name is None else f"no TE {abridged(name)}"
         raise RequestError(f"there is {wanted}: this engine has {names}", param="te")
@@ -376,13 +376,17 @@ class TEGroup:
             return  # who read its memory, and found nothing there, has told this, too
         # With failover, another TE may go on with it; giving up the dies spoils their memory.
         kept = None if self._failover is None else KeptKV(self._plan.pod, te)
-        self._lose_dies(te)
+        self._lose_dies(te, loss.dies)
         self._climb(loss._replace(error=loss.reason), te, kept)
 
-    def _lose_dies(self, te: TE) -> None:
-        """Withdraw the dies of a lost TE from use, and read of each whether its memory answers."""
+    def _lose_dies(self, te: TE, suspects: Sequence[int] = ()) -> None:
+        """Withdraw the dies of a lost TE from use, and read of each whether its memory answers.
+
+        Expert servers that other TEs share go on, except those on dies that are suspects.
+        """
         if te.plan.is_given_up:
             return
+        te.keeping.leave(suspects)
         pod, dies = self._plan.pod, set(te.plan.every_die)
         pod.lose(te.plan.every_die)
         te.plan.is_given_up = True

@@ -7,8 +7,7 @@ client's slots, and its requests go on elsewhere, from their tokens alone.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from xdeepserve.comm.services.layout import Presence
 from xdeepserve.comm.services.server import ServiceServer
@@ -25,14 +24,34 @@ from xdeepserve.engine.te.masters import Masters
 from xdeepserve.engine.te.members import PRESENCE, Act, Listener, Stay
 from xdeepserve.engine.te.server_monitor import ServerMonitor
 from xdeepserve.engine.te.te_plan import TEPlan
-from xdeepserve.hw.clock import Hears
 
 
-def start_program(server: Stay, processes: list[asyncio.Task[None]], hears: Hears) -> None:
-    """Start the program of an expert die, and add it to a TE's processes; `hears` is told of its error."""
-    program = server.program
-    assert program is not None
-    processes.append(program.die.detach(program.run(), "experts", hears))
+def service(server: Stay) -> ServiceServer:
+    """Return a server's end of the protocol."""
+    assert isinstance(server.program, ExpertServerProgram)
+    assert isinstance(server.program.server, ServiceServer)
+    return server.program.server
+
+
+def release(plan: TEPlan, monitor: ServerMonitor, ranks: Iterable[int]) -> None:
+    """Release the slots of a TE's clients on all servers, and on those that come later."""
+    clients, members = [plan.members.client_numbers[rank] for rank in ranks], plan.members
+    members.set.released.update(clients)
+    for server in members.servers:
+        if monitor.memory_answers(server.die):  # else it is lost as well; a server in its place is told
+            for client in clients:
+                service(server).release(client)
+
+
+def admit(plan: TEPlan, monitor: ServerMonitor) -> None:
+    """Let a TE's clients have the slots that clients of another TE have had before."""
+    members = plan.members
+    clients = members.set.released.intersection(members.client_numbers)
+    members.set.released -= clients
+    for server in members.servers:
+        if monitor.memory_answers(server.die):
+            for client in sorted(clients):
+                service(server).admit(client)
 
 
 def listeners(
@@ -55,15 +74,11 @@ def listeners(
 
     def free_slots(member: Stay) -> None:
         """Release the slots of a lost client on all servers, or those of all lost clients on a new server."""
-        is_client = member.kind == "client"
-        clients = [member] if is_client else members.lost_clients
-        for server in members.servers if is_client else [member]:
-            if not monitor.memory_answers(server.die):
-                continue  # lost as well; a server that comes in its place is told
-            assert isinstance(server.program, ExpertServerProgram)
-            assert isinstance(server.program.server, ServiceServer)
-            for client in clients:
-                server.program.server.release(client.seat)
+        if member.kind == "client":
+            release(plan, monitor, [member.seat])
+            return
+        for client in sorted(members.set.released):
+            service(member).release(client)
 
     def stop(server: Stay) -> None:
         assert server.mem is not None

@@ -4,7 +4,8 @@ The monitor asks each server by a word in its memory, the bell, which the server
 batches. A server that answers late is slow; a server that does not answer is lost. Which servers are lost
 stands in the TE's book (`te.members`), and the mask in every client's memory follows the book. The monitor
 looks only while steps run, since only steps wait for servers. It does not know which client has asked which
-server, and no request goes through it.
+server, and no request goes through it. TEs that share servers have the questions in common: whichever of them
+looks first when it is time asks for all.
 
 Servers register with the monitor (4.4, steps 1 and 2 of the handshake), which tells every client where they
 are.
@@ -33,18 +34,19 @@ class ServerMonitor:
         self._pod, self._name, self._members = plan.pod, plan.name, plan.members
         self._layout: ServiceLayout | None = plan.services
         self._times = plan.sizes.walk.services or ServiceConfig()
-        self._count = 0  # questions so far
-        self._asked: dict[Stay, int] = {}  # the latest one, by server
-        self._missed: dict[Stay, int] = {}  # answers, in a row
+        self._dies, self._questions = plan.dies, plan.members.set.questions
         self._silent: dict[Stay, int] = {}  # looks in a row, by client
         self._next_ns = 0
         self._steps, self._num_quiet = 0, 0  # that had ended at the latest look; looks since one has
 
     def start(self) -> None:
-        """Tell clients about servers absent from the start."""
+        """Tell clients about servers that are not there, or not the first ones at their seats."""
         for seat in map(Seat, range(self._members.num_seats)):
-            if self._members.incumbent(seat) is None:
-                self._write_mask(seat, Presence.ABSENT)
+            server, presence = self._members.incumbent(seat), self._members.presence(seat)
+            if server is not None and server.epoch > 1:
+                self.tell_address(server)
+            if server is None or presence is not Presence.THERE:
+                self._write_mask(seat, presence)
 
     @property
     def _servers(self) -> Sequence[Stay]:
@@ -58,7 +60,7 @@ class ServerMonitor:
     # ---- heartbeats ---------------------------------------------------------------------------------
 
     def look(self, num_steps: int) -> Iterator[Loss]:
-        """Check all servers' answers, if it is time, and ask all of them again.
+        """Check all servers' answers and ask all of them again, if it is time, and look at the clients.
 
         `num_steps` have ended so far. Yields the loss of each server that is silent now, then that of clients
         that have been silent for too long. If no step has ended for long, servers are not the cause
@@ -69,29 +71,42 @@ class ServerMonitor:
             return
         self._num_quiet = self._num_quiet + 1 if num_steps == self._steps else 0
         self._steps = num_steps
-        missed: dict[Stay, int] = {}
-        for server in self._servers:
-            is_silent = self._asked.get(server, 0) > 0 and not self._has_answered(server)
-            missed[server] = self._missed.get(server, 0) + 1 if is_silent else 0
+        questions, missed = self._questions, dict[Stay, int]()
+        is_due = now >= questions.next_ns and not self._is_restoring
+        for server in self._servers if is_due else ():
+            is_silent = questions.asked.get(server, 0) > 0 and not self._has_answered(server)
+            missed[server] = questions.missed.get(server, 0) + 1 if is_silent else 0
             is_lost = missed[server] >= self._times.lost_heartbeats
             if is_lost and not self._is_masked(server):
                 yield self._loss(server)
             elif not is_lost and self._is_masked(server):
                 self._members.move(server, "answer")
-        self._missed = missed
         silent = self._silent_clients()
-        self._count += 1
-        for server in self._servers:
-            at, memory = self._bell(server.die), self._pod.memory(server.die)
-            answered = BELL.unpack(memory.read(at, BELL.size))[1]
-            memory.write(at, BELL.pack(self._count, answered))
-        self._asked = dict.fromkeys(self._servers, self._count)
         factor = 1 << min(10, max(0, self._num_quiet - QUIET - self._times.lost_heartbeats))
         self._next_ns = now + factor * max(1, round(1e6 * self._times.heartbeat_ms))
+        if is_due:
+            questions.missed, questions.next_ns = missed, self._next_ns
+            self._ask()
         if silent:
             dies = tuple(client.die for client in silent)
             said = f"the memory of clients {', '.join(map(str, dies))} of {self._name} does not answer"
             yield Loss("missed", self._name, dies, LostDieError(said))
+
+    @property
+    def _is_restoring(self) -> bool:
+        """Whether another TE keeps the servers and has called them back, so that they answer nobody."""
+        keeper = self._members.keeper
+        return keeper is not self._members and keeper.sharer is not None and not keeper.sharer.may_begin()
+
+    def _ask(self) -> None:
+        """Ask all servers the next question."""
+        questions = self._questions
+        questions.count += 1
+        for server in self._servers:
+            at, memory = self._bell(server.die), self._pod.memory(server.die)
+            answered = BELL.unpack(memory.read(at, BELL.size))[1]
+            memory.write(at, BELL.pack(questions.count, answered))
+        questions.asked = dict.fromkeys(self._servers, questions.count)
 
     def _silent_clients(self) -> list[Stay]:
         """Find clients with memory silent to reads for several looks in a row.
@@ -107,7 +122,7 @@ class ServerMonitor:
         """Yield the loss of each server with silent memory at once: a rollback would wait for it."""
         for server in self._servers:
             if server.die in self._pod.memories.silent and not self._is_masked(server):
-                self._missed[server] = self._times.lost_heartbeats
+                self._questions.missed[server] = self._times.lost_heartbeats
                 yield self._loss(server)
 
     def die_is_well(self, die: int) -> bool:
@@ -141,7 +156,7 @@ class ServerMonitor:
         memory = self._pod.memory(die)
         return (
             self.memory_answers(die)
-            and BELL.unpack(memory.read(self._bell(die), BELL.size))[1] >= self._asked[server]
+            and BELL.unpack(memory.read(self._bell(die), BELL.size))[1] >= self._questions.asked[server]
         )
 
     # ---- what clients are told ----------------------------------------------------------------------
@@ -154,14 +169,14 @@ class ServerMonitor:
         """Tell all clients where a seat's new server is."""
         assert self._layout is not None
         seat = SEAT.pack(server.die, server.epoch)
-        for client in self._layout.clients:
+        for client in self._dies:
             memory = self._pod.memory(client)
             region = memory.metadata.regions[self._layout.region("seats")]
             memory.write(region.offset + server.seat * SEAT.size, seat)
 
     def _write_mask(self, seat: Seat, presence: Presence) -> None:
         assert self._layout is not None
-        for client in self._layout.clients:
+        for client in self._dies:
             memory = self._pod.memory(client)
             region = memory.metadata.regions[self._layout.region("mask")]
             memory.write(region.offset + seat, bytes([presence]))

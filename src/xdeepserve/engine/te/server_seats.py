@@ -4,7 +4,7 @@ A TE has a seat for each of its servers, which says what experts the server has.
 if the deployment plans for some. A joining server takes a free die, loads the seat's experts and registers
 with the monitor. Its seat is vacant, or had a server that is lost. A leaving server is asked nothing more. It
 goes when all steps that were under way then have ended, since only these may have asked it. No step is run
-again.
+again. TEs that share servers have the same seats, and the steps of all of them count.
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ from xdeepserve.comm.services.layout import Presence
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.numbers import Seat
 from xdeepserve.engine.recovery.ladder import Loss
-from xdeepserve.engine.te.hearing import Hearing
-from xdeepserve.engine.te.life import Lifetime
-from xdeepserve.engine.te.masters import Masters
-from xdeepserve.engine.te.members import Stay
+from xdeepserve.engine.te.members import Sharer, Stay
 from xdeepserve.engine.te.reports import ServerReport
 from xdeepserve.engine.te.server_monitor import ServerMonitor
 from xdeepserve.engine.te.te_plan import TEPlan
@@ -34,16 +31,25 @@ BY_THEMSELVES = "expert servers that are processes come by xdeepserve expert-ser
 class ServerSeats:
     """Seats for the expert servers of a TE."""
 
-    def __init__(
-        self,
-        plan: TEPlan,
-        life: Lifetime,
-        hearing: Hearing,
-        monitor: ServerMonitor,
-        masters: Masters,
-    ) -> None:
-        self._plan, self._pod, self._members, self._life = plan, plan.pod, plan.members, life
-        self._hearing, self._monitor, self._masters = hearing, monitor, masters
+    def __init__(self, plan: TEPlan, monitor: ServerMonitor) -> None:
+        self._plan, self._pod, self._members, self._monitor = plan, plan.pod, plan.members, monitor
+
+    @property
+    def _keeper(self) -> Sharer:
+        """The TE that keeps the servers at this moment."""
+        sharer = self._members.keeper.sharer
+        assert sharer is not None
+        return sharer
+
+    @property
+    def _is_kept(self) -> bool:
+        """Whether a TE that runs keeps the servers."""
+        return self._keeper.life() in ("ready", "draining")
+
+    @property
+    def _is_restoring(self) -> bool:
+        """Whether servers must neither come nor go before something has been restored."""
+        return self._is_kept and not self._keeper.may_begin()
 
     def reports(self) -> list[ServerReport]:
         """Report the state of each seat."""
@@ -84,7 +90,7 @@ class ServerSeats:
         try:
             heir.mem = self._plan.plan_server(seat, heir.die)
             await bring(self._plan, heir.die, heir.mem)
-            while not self._hearing.may_begin and self._life.now == "ready":
+            while self._is_restoring:
                 await self._pod.clock.sleep(PAUSE_NS)
             self._check_whole(heir)
         except BaseException:
@@ -106,8 +112,10 @@ class ServerSeats:
             raise RequestError(f"TE {name} has no expert servers: its experts are no services", param="te")
         if place.has_servers_outside:
             raise RequestError(f"{name}: {BY_THEMSELVES}", param="te")
-        if self._life.now != "ready":
-            raise RequestError(f"no expert server can join TE {name}: it is {self._life.now}", param="te")
+        if self._keeper.life() != "ready":
+            raise RequestError(
+                f"no expert server can join TE {name}: it is {self._keeper.life()}", param="te"
+            )
         free = [
             seat
             for presence in (Presence.ABSENT, Presence.LOST)
@@ -151,8 +159,8 @@ class ServerSeats:
     def _check_whole(self, heir: Stay) -> None:
         """Check whether a server may still join after its weights have arrived."""
         name = f"expert server {heir.seat} of TE {self._plan.sizes.place.name}"
-        if self._life.now != "ready":
-            raise XDeepServeError(f"{name} cannot join: its TE is {self._life.now}")
+        if self._keeper.life() != "ready":
+            raise XDeepServeError(f"{name} cannot join: its TE is {self._keeper.life()}")
         if not self._monitor.die_is_well(heir.die) or self._monitor.has_bad_pages(heir.die):
             raise LostDieError(f"{name} cannot join: die {heir.die} is lost, or a page of its memory")
 
@@ -165,14 +173,14 @@ class ServerSeats:
         experts.
         """
         server = self._check_leaves(self._known(number))
-        life, members = self._life, self._members
+        members = self._members
         members.move(server, "lead away")
-        under_way = self._masters.under_way
-        while life.is_running and (under_way & self._masters.under_way or not self._hearing.may_begin):
+        under_way = members.set.under_way()
+        while self._is_kept and (under_way & members.set.under_way() or self._is_restoring):
             await self._pod.clock.sleep(PAUSE_NS)
         if not server.is_seated:
             return  # another server has its seat
-        if not life.is_running:
+        if not self._is_kept:
             name = self._plan.sizes.place.name
             raise XDeepServeError(f"TE {name} was lost before its expert server {server.seat} left")
         members.move(server, "go")
@@ -183,8 +191,8 @@ class ServerSeats:
         who = f"expert server {seat} of TE {place.name} cannot leave"
         if place.has_servers_outside:
             raise RequestError(f"{who}: {BY_THEMSELVES}", param="te")
-        if self._life.now != "ready":
-            raise RequestError(f"{who}: its TE is {self._life.now}", param="te")
+        if self._keeper.life() != "ready":
+            raise RequestError(f"{who}: its TE is {self._keeper.life()}", param="te")
         if self._members.heir(seat) is not None:
             raise RequestError(f"{who}: it is on its way there", param="server")
         if server is None or server.at not in ("there", "silent"):

@@ -19,10 +19,11 @@ from xdeepserve.engine.te.hearing import Hearing, hear_layers
 from xdeepserve.engine.te.heartbeat import Heartbeats
 from xdeepserve.engine.te.invariants import check, is_breach
 from xdeepserve.engine.te.life import Life, Lifetime
-from xdeepserve.engine.te.listeners import listeners, start_program
+from xdeepserve.engine.te.listeners import listeners
 from xdeepserve.engine.te.masters import Masters
 from xdeepserve.engine.te.repairs import Mend, Repairs
 from xdeepserve.engine.te.reports import ExpertLoad, expert_loads
+from xdeepserve.engine.te.server_keeping import ServerKeeping
 from xdeepserve.engine.te.server_monitor import ServerMonitor
 from xdeepserve.engine.te.server_seats import Bring, ServerSeats
 from xdeepserve.engine.te.shell import TEShell
@@ -66,7 +67,7 @@ class TE:
         self._layers: Queue[msgspec.Struct] = Queue(pod.clock, f"layers of {name}")
         for executor in self.executors:
             executor.layer_reports = self._layers
-        for server in self.members.servers:
+        for server in self.members.servers if plan.team.brings_servers else ():
             plan.make_program(server, threads, self.inbox)
         self._lockstep_runs = plan.lockstep_runs(self.executors, self.members.programs, threads.count)
 
@@ -107,7 +108,11 @@ class TE:
         )
         self.te_shell.wake = self._masters.wake
         self.health.wake = self._masters.wake_all
-        self.seats = ServerSeats(plan, self.lifetime, self._hearing, self.monitor, self._masters)
+        self.seats = ServerSeats(plan, self.monitor)
+        self.keeping = ServerKeeping(
+            *(plan, self.lifetime, self._hearing, self._masters, self.monitor),
+            *(self.inbox, self.processes, self._fail),
+        )
 
         # What the TE itself can do about a loss, and who hears of the moves of members.
         self.remedies: Remedies = {
@@ -121,7 +126,7 @@ class TE:
                 *(plan, tell, self.groups, self.health, self.recovery),
                 *(self.reconfiguration, self.monitor, self._masters),
                 program=partial(plan.make_program, threads=threads, reports=self.inbox),
-                process=partial(start_program, processes=self.processes, hears=self._fail),
+                process=self.keeping.start_program,
             )
         )
 
@@ -142,7 +147,8 @@ class TE:
         self._layers.put(Shutdown())
         for executor in self.executors:
             executor.die.put(Shutdown())
-        ring(self.members.programs, STOP)
+        if not self.keeping.leave():
+            ring(self.members.programs, STOP)
 
     async def _turn(self) -> bool:
         """Take a turn of the loop; return whether it was the last."""
@@ -319,8 +325,7 @@ class TE:
         for executor in self.executors:
             run = executor.die.detach(executor.run(), f"executor {executor.rank}", self._fail)
             self.processes.append(run)
-        for server in self.members.servers:
-            start_program(server, self.processes, self._fail)
+        self.keeping.start()
         self.monitor.start()
         name = self.plan.name
         loops: list[tuple[str, Loop]] = [(name, self._run), *self._masters.loops()]
@@ -332,6 +337,7 @@ class TE:
 
     def load(self) -> None:
         """Note the start of loading: the TE's weights are on their way."""
+        self.keeping.enter()
         self.lifetime.follow("load")
 
     def drain(self, moves_out: bool) -> None:
@@ -373,6 +379,7 @@ class TE:
         if self.life in ("planned", "loading", "gone"):
             return
         self._shut_down()
+        await asyncio.wait([self._loop], timeout=10)  # then it is clear who keeps expert servers
         _, late = await asyncio.wait(self.processes, timeout=10)
         for process in late:
             process.cancel()
@@ -399,6 +406,7 @@ class TE:
         """End every process of a TE that is lost, at once and without waiting."""
         if self.life == "gone":
             return  # without a task, and its dies may be another's
+        self.keeping.leave()
         if self.is_running:
             self.lifetime.follow("lose")
         self.health.end_probes()

@@ -31,7 +31,7 @@ from xdeepserve.engine.run.executors import Wiring, executor
 from xdeepserve.engine.run.wiring import ByteWiring
 from xdeepserve.engine.te.forecast import EvenLoads, Forecast
 from xdeepserve.engine.te.host import Host
-from xdeepserve.engine.te.members import Members, Stay
+from xdeepserve.engine.te.members import Members, ServerSet, Stay
 from xdeepserve.engine.te.status_gather import StatusGather, plan_statuses
 from xdeepserve.engine.walk.launcher import Launcher
 from xdeepserve.engine.ways.services.real import Services
@@ -60,7 +60,9 @@ def free_host_of(holder: DieMemory | ExpertMemory) -> None:
 class TEPlan:
     """Dies of a TE with their memories, and how they exchange tokens."""
 
-    def __init__(self, wiring: Wiring, checkpoint: Checkpoint, load_mode: str) -> None:
+    def __init__(
+        self, wiring: Wiring, checkpoint: Checkpoint, load_mode: str, servers: ServerSet | None = None
+    ) -> None:
         self.wiring, self.team, self.checkpoint, self._load_mode = wiring, wiring.team, checkpoint, load_mode
         self.make_tier: MakeTier | None = None  # where prefixes outlive TEs, or are read from others
         self.num_readers = 0  # TEs that are loading from the memory of this one
@@ -71,13 +73,13 @@ class TEPlan:
         self.dies = team.dies
         outside = wiring.seats_outside if isinstance(wiring, ByteWiring) else None
         num_seats = 0 if self.services is None else self.services.servers.num_ranks
-        self.members = Members(team, num_seats, outside)
+        self.members = Members(team, num_seats, outside, servers)
         self.memories = [wiring.memory(rank) for rank in team.ranks]
         self._plan_links()
         if self.gathers_statuses:
             for ranks in team.group_ranks:
                 plan_statuses(self.pod.plan(self.dies[ranks[0]]), len(team.group_ranks))
-        for server in self.members.servers:
+        for server in self.members.servers if team.brings_servers else ():
             server.mem = wiring.expert_memory(server.seat)
         for die in self.every_die:
             plan_rollback_field(self.pod.plan(die))
@@ -162,15 +164,20 @@ class TEPlan:
         """Give all memory and dies back to the pod; HardwareError if something still runs there."""
         self.pod.release((*self.every_die, *self._spare_dies))
         self._free_hosts()
-        for member in self.members.spare:
+        for member in self._spare:
             self.members.move(member, "free")
+        self.members.set.give_up(self.members)
+
+    @property
+    def _spare(self) -> list[Stay]:
+        return self.members.spare if self.members.keeps else []
 
     @property
     def _spare_dies(self) -> list[int]:
-        return sorted(member.die for member in self.members.spare)
+        return sorted(member.die for member in self._spare)
 
     def _free_hosts(self) -> None:
-        parting = (member.mem for member in self.members.spare)
+        parting = (member.mem for member in self._spare)
         for holder in (*(mem for _, mem in self.all_memories), *parting):
             if holder is not None:
                 free_host_of(holder)
@@ -215,8 +222,17 @@ class TEPlan:
 
     @property
     def expert_dies(self) -> tuple[int, ...]:
-        """Dies with experts and no attention."""
-        return tuple(server.die for server in self.members.servers)
+        """Dies with experts and no attention that count as the TE's own."""
+        return tuple(server.die for server in self._kept)
+
+    @property
+    def servers_at_first(self) -> tuple[int, ...]:
+        """Dies of all seats of expert servers as they were planned; TEs that share servers agree on them."""
+        return self.sizes.place.expert_dies
+
+    @property
+    def _kept(self) -> list[Stay]:
+        return self.members.servers if self.members.keeps else []
 
     @property
     def spec(self) -> Spec:
@@ -233,7 +249,7 @@ class TEPlan:
         """Every die of the TE with its memory."""
         return [
             *zip(self.dies, self.memories, strict=True),
-            *((server.die, server.mem) for server in self.members.servers if server.mem is not None),
+            *((server.die, server.mem) for server in self._kept if server.mem is not None),
         ]
 
     def groups(self, tell: EventLog) -> list[DPGroup]:
@@ -356,7 +372,8 @@ class TEPlan:
         """Create the host's part of token recomputation."""
         config, timeout_ns = self.sizes.settings.recovery, self.sizes.walk.timeout_ns
         return Rollback(
-            *(self.name, self.pod, self.dies, lambda: self.members.taking_part, config, timeout_ns)
+            *(self.name, self.pod, self.dies, lambda: self.members.taking_part, config, timeout_ns),
+            self.members.set.epochs,
         )
 
     def should_load(self) -> ShouldLoad | None:

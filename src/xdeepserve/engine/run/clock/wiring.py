@@ -21,9 +21,10 @@ from xdeepserve.engine.walk.ends import Exchange, GroupEnd, Trampoline
 from xdeepserve.engine.walk.runner import Pace
 from xdeepserve.engine.walk.timeline import Timeline
 from xdeepserve.engine.ways.among.clock import AmongClock, DrawnLoads
+from xdeepserve.engine.ways.flow.clock import FlowClock
 from xdeepserve.engine.ways.group.clock import GroupClock
 from xdeepserve.engine.ways.routing import PlacedRouting, TimingConfig, generator
-from xdeepserve.engine.ways.to_experts import way_of
+from xdeepserve.engine.ways.to_experts import ClockWay, way_of
 from xdeepserve.errors import DeploymentError, XDeepServeError
 from xdeepserve.hw.queue import Queue
 from xdeepserve.model.canonical import Array
@@ -64,11 +65,14 @@ def _check_placed(timing: TimingConfig, setting: str) -> None:
 
 
 class ClockWiring:
-    """Wiring of timing-only runs: shapes, meetings and formulas."""
+    """Wiring of timing-only runs: shapes, meetings and formulas.
+
+    `servers_of` is the wiring of a TE whose expert servers this one shares.
+    """
 
     services: ServiceLayout | None = None  # which time alone does not know
 
-    def __init__(self, team: Team, timing: TimingConfig) -> None:
+    def __init__(self, team: Team, timing: TimingConfig, servers_of: ClockWiring | None = None) -> None:
         self.team, self.timing = team, timing
         walk, experts, pod, config = team.sizes.walk, team.sizes.experts, team.pod, team.config
         self._shapes = ModelShapes(team)
@@ -113,7 +117,11 @@ class ClockWiring:
             ]
             for group in {team.sharing(rank) for rank in team.ranks}
         }
-        self.away = way_of(walk).clock(team, cost, timing, self._placed) if is_away else None
+        self.away: ClockWay | None = None
+        if servers_of is not None and isinstance(servers_of.away, FlowClock):
+            self.away = servers_of.away.shared_with(team, cost)
+        elif is_away:
+            self.away = way_of(walk).clock(team, cost, timing, self._placed)
 
     def memory(self, rank: DieRank) -> DieMemory:
         """Plan a die's memory: index lists and results; all else is a shape."""

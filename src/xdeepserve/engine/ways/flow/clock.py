@@ -8,6 +8,7 @@ where is drawn, by a seed.
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -54,6 +55,7 @@ class FlowBatch(NamedTuple):
     lanes: Counts
     clients: Sequence[int]
     slots: Sequence[int]
+    sent: Sequence[Errand | None]  # what the lanes had under way
 
 
 class FlowServer(NamedTuple):
@@ -65,13 +67,14 @@ class FlowServer(NamedTuple):
 
 
 class FlowClock:
-    """All sendings of a TE. A lane is a microbatch of an attention die, `rank * num_microbatches +
-    microbatch`; it has at most one sending under way.
+    """All sendings of a TE, or of TEs that share expert servers. A lane is a microbatch of an attention die,
+    `client * num_microbatches + microbatch`; it has at most one sending under way.
 
     rows[:, e, lane]   rows of the sending for expert die e: for routed experts, and for the shared one
     here[e, lane]      rows have arrived there and have not been taken
     heard[e, lane]     rows have arrived, or, if clients announce that, it is known that there are none
     open[e, lane]      rows have not been answered
+    arrived[lane]      rows of the sending have arrived
     """
 
     def __init__(
@@ -80,12 +83,13 @@ class FlowClock:
         walk = team.sizes.walk
         self.team, self.placed, self.clock = team, placed, team.pod.clock
         self.cost, self.batching = COSTS[walk.turns](team, cost)
-        self.num_attention, self.num_experts = len(team.dies), team.holders.num_ranks
+        self.num_attention, self.num_experts = len(team.dies) * team.num_tes, team.holders.num_ranks
         self.num_microbatches, self._num_layers = walk.num_microbatches, len(team.sizes.experts.order)
         num_lanes = self.num_attention * self.num_microbatches
         self.rows = np.zeros((2, self.num_experts, num_lanes), np.int64)
         self.here = np.zeros((self.num_experts, num_lanes), bool)
         self.heard, self.open = self.here.copy(), self.here.copy()
+        self.arrived = np.zeros(num_lanes, bool)
         self.events, self.came_ns = np.zeros(num_lanes, np.int64), np.zeros(num_lanes, np.int64)
         self.back_share = np.ones(num_lanes)  # rows that come back for each that goes there
         # Attention dies that an expert die waits for.
@@ -96,11 +100,20 @@ class FlowClock:
         self._waiters: dict[int, Waiter] = {}
         self._idle: dict[int, Waiter] = {}  # expert dies that wait for something to come
 
+    def shared_with(self, team: Team, cost: CommCost) -> FlowClock:
+        """Return the same sendings as another TE has them, whose lanes are others."""
+        other = copy(self)
+        other.team = team
+        other.cost, _ = COSTS[team.sizes.walk.turns](team, cost)
+        return other
+
     # ---- ends ---------------------------------------------------------------------------------------
 
     def attention_end(self, rank: DieRank, microbatch: int, timeline: Timeline) -> Trampoline:
         """Make an attention die's end, which waits only for the expert dies with its tokens."""
-        lane, sending = rank * self.num_microbatches + microbatch, LaneSending(timeline, Errand(0, 0, 0))
+        lane = self.team.client(rank) * self.num_microbatches + microbatch
+        sending = LaneSending(timeline, Errand(0, 0, 0))
+        self.forget(lane)  # which a TE that is gone may have had
         return Trampoline(
             partial(self.a2e, rank, lane, sending),
             partial(self.e2a, lane, sending),
@@ -160,7 +173,7 @@ class FlowClock:
     def send(self, lane: int, event: int, sent: Errand, rows: Counts) -> None:
         """Send tokens from an attention die now, with `rows` [2, experts]."""
         self.rows[:, :, lane], self.open[:, lane], self.events[lane] = rows, rows.any(0), event
-        self._sent[lane], self._back_ns[lane] = sent, None
+        self._sent[lane], self._back_ns[lane], self.arrived[lane] = sent, None, False
         self.back_share[lane] = self.cost.back_share(sent)
         self.clock.detach(self._carry(lane, sent), f"tokens of lane {lane}")
 
@@ -168,7 +181,7 @@ class FlowClock:
         await self.clock.sleep(round(self.cost.there_ns(sent)))
         if self._sent[lane] is not sent:
             return  # it was called back
-        has_rows = self.open[:, lane].copy()
+        has_rows, self.arrived[lane] = self.open[:, lane].copy(), True
         self.here[:, lane], self.heard[:, lane], self.came_ns[lane] = has_rows, has_rows, self.clock.now
         if self.batching.clients > 1:  # clients announce what they send
             self.heard[:, lane] = True
@@ -185,8 +198,13 @@ class FlowClock:
     # ---- expert dies --------------------------------------------------------------------------------
 
     def register(self, expert: int) -> None:
-        """Forget unanswered arrivals at an expert die, after a rollback; attention dies send them again."""
-        self.here[expert], self.heard[expert] = False, False
+        """Forget unanswered arrivals at an expert die, after a rollback; attention dies send them again.
+
+        Those of TEs that share expert servers are served again instead: only one of them rolls back.
+        """
+        is_shared = self.team.num_tes > 1
+        self.here[expert] = self.open[expert] & self.arrived if is_shared else False
+        self.heard[expert] = self.here[expert]
 
     async def next_batch(self, expert: int, room: int) -> list[FlowBatch]:
         """Wait, without a deadline, for tokens; take all of them for the layer of the oldest."""
@@ -208,7 +226,8 @@ class FlowClock:
         hidden = self.team.config.hidden_size
         rows = received(int(counts.sum()), hidden, np.repeat(self._kinds, counts))
         clients, slots = np.unique(lanes // self.num_microbatches), np.unique(lanes % self.num_microbatches)
-        return [FlowBatch(layer, rows, lanes, clients.tolist(), slots.tolist())]
+        sent = [self._sent[lane] for lane in lanes.tolist()]
+        return [FlowBatch(layer, rows, lanes, clients.tolist(), slots.tolist(), sent)]
 
     def _heard(self, expert: int) -> npt.NDArray[np.bool_]:
         """Return which attention dies an expert die has heard of."""
@@ -228,8 +247,12 @@ class FlowClock:
         (one,) = batch
         num_back = float(self.rows[:, expert, one.lanes].sum(0) @ self.back_share[one.lanes])
         await self.clock.sleep(round(self.cost.answer_ns(len(one.received), len(one.lanes), num_back)))
-        self.open[expert, one.lanes] = False
-        for lane in one.lanes[~self.open[:, one.lanes].any(0)].tolist():
+        lanes = one.lanes
+        if self.team.num_tes > 1:  # a lane may have been called back since, and have sent again
+            pairs = zip(lanes.tolist(), one.sent, strict=True)
+            lanes = lanes[[self._sent[lane] is sent for lane, sent in pairs]]
+        self.open[expert, lanes] = False
+        for lane in lanes[~self.open[:, lanes].any(0)].tolist():
             self._end(lane)
 
     async def _news(self, expert: int, deadline_ns: int | None) -> None:

@@ -44,6 +44,7 @@ def service_layout(team: Team) -> ServiceLayout:
         servers=team.holders,
         num_slots=walk.num_microbatches,
         announces=walk.services.batch_clients > 1,
+        num_tes=team.num_tes,
         **row_sizes(team),
     )
 
@@ -96,9 +97,9 @@ class Services:
         self.times, self.layout = walk.services, service_layout(team)
         for die in team.dies:
             self.layout.plan_client(team.pod.plan(die))
-        for die in team.expert_dies:
+        for die in team.expert_dies if team.brings_servers else ():
             self.layout.plan_server(team.pod.plan(die))
-        self.max_rows = len(team.dies) * self.layout.rows_per_slot
+        self.max_rows = self.layout.num_clients * self.layout.rows_per_slot
         self.means = Means(timeout_ns=walk.timeout_ns)
         self.num_layers = len(placed.order)
         self._same = self._replicas()
@@ -144,16 +145,17 @@ class Services:
 
     def attention_end(self, rank: DieRank, microbatch: int, pace: Pace) -> Trampoline:
         """Make a client's end for a microbatch, with its slots on the servers."""
+        number = self.team.client(rank)
         domain, die = rank // self.team.dies_per_domain, self.team.pod.dies[self.team.dies[rank]]
         if rank not in self._known:
             seats = self.seats_outside
             reach = OverURMA(die, self.layout) if seats is None else seats.reach(die)
-            self._known[rank] = KnownServers(reach, rank, self.layout)
+            self._known[rank] = KnownServers(reach, number, self.layout)
         times, is_outside = self.times, self.seats_outside is not None
         answer_ns = round(1e6 * (times.process_timeout_ms if is_outside else times.answer_timeout_ms))
         patience = Patience(min(answer_ns, self.means.timeout_ns), self.means.timeout_ns)
         client = ServiceClient(
-            *(rank, microbatch, self._known[rank], self.num_layers, partial(self.replicas, rank), patience),
+            *(number, microbatch, self._known[rank], self.num_layers, partial(self.replicas, rank), patience),
             *(quantize_rows, self.means),
         )
         self.clients[rank, microbatch] = client
