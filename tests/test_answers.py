@@ -185,7 +185,29 @@ NO_EFFECT = [
     ("colocated", "cache.peers=true", "one TE"),
     ("monolithic", "scheduler.route=cost", "one TE"),
     ("colocated", "scheduler.job_executors=2", "one TE"),
+    ("colocated", "recovery.spare_dies=2", "recovery.failover"),
+    ("eaas", "services.process_timeout_ms=50", "no processes"),
 ]
+WITHOUT = [  # with a setting that leaves another one without effect
+    ("pd", "scheduler.decode=round-robin", "scheduler.status_period=0.001", "no KV load"),
+    ("colocated", "cache.prefix=false", "cache.eviction=lfu", "keeps no blocks"),
+    (
+        "colocated",
+        "experts.redundant_slots=1,experts.balance_interval=0",
+        "experts.cold_tokens=3",
+        "counts no",
+    ),
+]
+
+
+@pytest.mark.parametrize(("deployment", "given", "override", "reason"), WITHOUT)
+def test_settings_that_another_leaves_without_effect_are_named(
+    deployment: str, given: str, override: str, reason: str
+) -> None:
+    overrides = [*given.split(","), override]
+    ((key, why),) = without_effect(resolve(deployment, overrides), overrides)
+    assert override.startswith(key)
+    assert reason in why
 
 
 def test_cores_of_microbatches_that_overlap_by_engines_are_named() -> None:

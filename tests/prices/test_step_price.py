@@ -6,9 +6,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from xdeepserve.engine.deploy.deployment import CacheConfig, Deployment, PipelineConfig, SchedulerConfig
+from xdeepserve.engine.deploy.deployment import (
+    CacheConfig,
+    Deployment,
+    ExecutionConfig,
+    PipelineConfig,
+    SchedulerConfig,
+)
+from xdeepserve.engine.deploy.resolve import resolve
+from xdeepserve.engine.te.host import Host
 from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.errors import InputError
+from xdeepserve.hw.spec import Spec
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.prices.step_price import StepCounts, StepPrice, priced
@@ -88,3 +97,12 @@ def test_a_step_costs_what_its_stages_do(changes: dict[str, Any]) -> None:
 def test_what_has_no_such_price_is_refused(changes: dict[str, object], reason: str) -> None:
     with pytest.raises(InputError, match=reason):
         priced(resolve_model("deepseek-r1"), msgspec.structs.replace(DEPLOYMENT, **changes))
+
+
+def test_a_step_planned_ahead_pays_for_no_gap_and_one_too_short_for_that_has_no_price() -> None:
+    ahead = Host(ExecutionConfig(mode="graph", overlap=True), Spec(), 4)
+    after = Host(ExecutionConfig(mode="graph"), Spec(), 4)
+    assert after.mean_ns() - ahead.mean_ns() == ahead.ahead_ns() > 2e6
+    given = resolve("colocated", ["dies=2", "execution.overlap=true", "max_model_len=64"])
+    with pytest.raises(InputError, match=r"steps of 0\.\d\d ms are shorter than the 2\.\d\d ms"):
+        priced(resolve_model("tiny-random"), given, rows=(1, 8))

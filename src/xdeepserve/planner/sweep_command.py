@@ -165,7 +165,10 @@ def _print(results: Sequence[SweepResult], labels: Labels) -> None:
     point = results[0].point
     print(f"{point.model}, {point.deployment}: {', '.join(labels.common)}")
     if good:
-        print("TPOT: a step and the scheduler's gap, by the tokens that a request gets; a chip is two dies.")
+        print(
+            "TPOT: a step and the scheduler's gap, which xDeepServe has though it plans ahead, by the tokens "
+            "that a request gets; a chip is two dies."
+        )
         if any(r.overlaps for r in good):
             print(OVERLAP)
         print(f"{'dies':>5} {'step ms':>9} {'TPOT ms':>9} {'tok/s/chip':>11}  {'bound':<16} settings")

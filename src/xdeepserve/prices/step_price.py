@@ -164,11 +164,19 @@ def priced(
     attention = _attention(deployment.name, executor, full[-1], most)
     sampling = _sample(executor, full[0], plan.tes[0].sizes.steps)
     ends = _ends(executor, all_rows, plan.tes[0].sizes.steps)
-    gap = 0.0
-    if host is not None:
-        gap = Host(host.for_role("both"), plan.pod.spec, num_groups).mean_ns()
     own_curve = Curve(tuple(all_rows), tuple(own))
-    return StepPrice(num_groups, own_curve, feed, attention, gap, sampling, ends)
+    price = StepPrice(num_groups, own_curve, feed, attention, 0.0, sampling, ends)
+    if host is None:
+        return price
+    delays = Host(host.for_role("both"), plan.pod.spec, num_groups)
+    shortest = price(StepCounts(1, num_groups, 0.0, 0.0))
+    if delays.config.overlap and shortest < delays.ahead_ns():
+        raise InputError(
+            f"deployment {deployment.name}: execution.overlap=true plans a step while the one before runs, "
+            f"and steps of {shortest / 1e6:.2f} ms are shorter than the {delays.ahead_ns() / 1e6:.2f} ms "
+            "which that takes: such steps have no price of their own"
+        )
+    return msgspec.structs.replace(price, gap=delays.mean_ns())
 
 
 def _has_replicas(plan: PodPlan) -> bool:

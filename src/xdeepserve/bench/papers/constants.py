@@ -50,7 +50,8 @@ class Moves(msgspec.Struct, frozen=True):
 
 
 def constants() -> dict[str, Param]:
-    """Return the constants by name: all of the parameter table, and those of benchmarks alone."""
+    """Return the constants by name: all of the parameter table, and those of benchmarks alone. `expert_skew`
+    is left out, which follows from a published number."""
     of_spec = {name: getattr(Spec(), name) for name in Spec.__struct_fields__}
     return of_spec | {name: OF_BENCHMARKS[name] for name in OF_ROWS}
 
@@ -242,7 +243,7 @@ def print_moves(found: Sequence[Moves]) -> None:
     moving = {name for one in found for name in one.moves_pct}
     print("Constants that move none of these rows:")
     print(_indented(", ".join(name for name in constants() if name not in moving)))
-    print("Effects of the host are assumed, and only rows of bench engine depend on them:")
+    print("Effects of the host are assumed; rows of bench engine and prices of steps depend on them:")
     for line in host_effects():
         print(_indented(line))
 

@@ -541,7 +541,8 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     ] = "absorbed"
     checksums: Annotated[
         bool,
-        "over payloads between nodes: bits that flip on their way are found, which takes time",
+        "over payloads between nodes: bits that flip on their way are found; takes time, but not in "
+        "exchanges of lockstep and of timing-only runs",
     ] = False
     max_model_len: Annotated[
         int | None, "prompt and new tokens together; by default the model's, at most 4096"

@@ -483,7 +483,31 @@ WITHOUT_EFFECT = (
         lambda d: not (d.cache.num_host_blocks or d.cache.peers),
         "without cache.num_host_blocks nothing is kept on the host, and without cache.peers no TE is asked",
     ),
-    SettingRule(("cache.max_keys",), lambda d: not d.cache.prefix, "cache.prefix=false keeps no blocks"),
+    SettingRule(
+        ("cache.max_keys", "cache.eviction"),
+        lambda d: not d.cache.prefix,
+        "cache.prefix=false keeps no blocks",
+    ),
+    SettingRule(
+        ("scheduler.status_period",),
+        lambda d: d.scheduler.decode == "round-robin",
+        "scheduler.decode=round-robin looks at no KV load",
+    ),
+    SettingRule(
+        ("recovery.spare_dies", "recovery.max_restarts"),
+        lambda d: not d.recovery.failover,
+        "without recovery.failover no TE comes in the place of a lost one",
+    ),
+    SettingRule(
+        ("services.process_timeout_ms",),
+        lambda d: has_services(d.kind) and _experts(d).transport == "pod",
+        "experts.transport=pod has no processes",
+    ),
+    SettingRule(
+        ("experts.balance_slices", "experts.cold_tokens", "experts.placement"),
+        lambda d: room_for_replicas(d) and not _experts(d).balance_interval,
+        "experts.balance_interval=0 counts no load",
+    ),
     SettingRule(("execution.mtp",), lambda d: not d.mtp, "there are no drafts unless mtp is 1 or 2"),
     SettingRule(("execution.cache_graphs",), _launches_eagerly, "execution.mode=op launches no graphs"),
     SettingRule(("mtp_reuse",), lambda d: d.mtp != 2, "it is about the second draft of mtp=2"),

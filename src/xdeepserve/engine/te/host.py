@@ -39,13 +39,19 @@ class Host(NamedTuple):
 
     def launches_ns(self, step: StepNo) -> list[int]:
         """Return how long each DP group's launch of a step takes, in ns."""
-        base = 0 if self.config.mode == "op" else self.spec.dispatch_ns("graph")
+        base = self.ahead_ns() - self.gap_ns()
         return [base + round(1e9 * delay) for delay in self.jitter(step)]
 
+    def ahead_ns(self) -> int:
+        """Return the time in ns from planning a step to its start; it passes beside the step before where
+        steps are planned ahead."""
+        return self.gap_ns() + (0 if self.config.mode == "op" else self.spec.dispatch_ns("graph"))
+
     def mean_ns(self) -> float:
-        """Return the mean time [ns] that a host without jitter adds to a step where nothing overlaps."""
-        launch = 0 if self.config.mode == "op" else self.spec.dispatch_ns("graph")
-        return self.gap_ns() + launch + 1e9 * self.spec.gc_pause.value / GC_PERIOD
+        """Return the mean time [ns] that a host without jitter adds to a step; planned ahead, to one that
+        takes `ahead_ns` at least."""
+        pause = 1e9 * self.spec.gc_pause.value / GC_PERIOD
+        return pause if self.config.overlap else self.ahead_ns() + pause
 
     def jitter(self, step: StepNo) -> np.ndarray:
         """Draw how late each launch of a step is, in seconds [groups]."""

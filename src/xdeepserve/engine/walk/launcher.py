@@ -116,7 +116,8 @@ class Launcher:
         Pipelined, the pass was launched while the main model ran.
         """
         if self.config.mtp == "naive":
-            await self.die.clock.sleep(self._sampling_ns + self._graph_ns)
+            graph_ns = 0 if self.config.mode == "op" else self._graph_ns
+            await self.die.clock.sleep(self._sampling_ns + graph_ns)
             self.launched_ns = self.die.clock.now
 
 
