@@ -100,6 +100,7 @@ class Fleet:
         self._valid: list[int] = []  # the order of the event that ends what is under way, of each stepper
         self.served: list[ServedRequest] = []
         self._first: dict[int, FirstToken] = {}  # by number of the request
+        self._sources: dict[int, int] = {}  # by number of the request: the stepper that keeps its prompt's KV
         self._homeless: list[SentRequest] = []  # for whom there is no TE
         self._undecoded: list[SentRequest] = []  # whose KV has nowhere to go
         self._num_left = 0  # requests that have not ended
@@ -118,6 +119,7 @@ class Fleet:
 
         index = len(self.steppers)
         self.steppers.append(StepTE(price, limits, prefills, decodes, tell))
+        self.steppers[index].on_receive(self._release_soon)
         self._owners.append(te)
         self._valid.append(-1)
         if self.pool is not None:
@@ -183,6 +185,7 @@ class Fleet:
             self._valid[index] = -1
             for task in self.steppers[index].tasks():
                 self.ledger.forget(task.seq_id)
+                self._release(task.seq_id)
                 self._arrive(task.seq_id, self._whole.pop(task.seq_id, task.request))
 
     def move_out(self, te: int) -> None:
@@ -307,6 +310,15 @@ class Fleet:
         pooled = 0 if self.pool is None else self.pool.match(request.blocks)
         self._come(self._fronts[self._choose(number, request, pooled)], SentRequest(number, request))
 
+    def _release_soon(self, number: int) -> None:
+        """Free a prompt's KV where it was computed, after the turn in which decode has taken it."""
+        self.at(self.now, lambda: self._release(number))
+
+    def _release(self, number: int) -> None:
+        index = self._sources.pop(number, None)
+        if index is not None and self._owners[index] not in self._lost:
+            self._between(index, lambda: self.steppers[index].release(number))
+
     def _fetched(self, index: int, came: Callable[[], None]) -> None:
         if self._owners[index] not in self._lost:  # else it has begun again elsewhere
             self._between(index, came)
@@ -316,6 +328,7 @@ class Fleet:
         if self.tes[te].role == "decode":
             stepper.coming -= stepper.need_of(sent.request)
         if te in self._lost:  # while its KV was on the way
+            self._release(sent.number)
             self._arrive(sent.number, self._whole.pop(sent.number, sent.request))
             return
         if te in self.moving:
@@ -399,6 +412,7 @@ class Fleet:
             if stepper.decodes or seq.max_tokens == 1:
                 self._end(index, seq)
             else:
+                self._sources[seq.seq_id] = index
                 self._send(seq.seq_id, seq.request, self._owners[index])
 
     def _send(self, number: int, request: TracedRequest, te: int) -> None:

@@ -112,6 +112,7 @@ class StepGroup(GroupBooks):
     ) -> None:
         super().__init__(name, steps, rtc, tell)
         self.rtc: StepRTC = rtc
+        self.received: Callable[[int], None] = lambda number: None  # told when a prompt's KV has got room
         self.openings = rtc.index.root.children  # by name: first blocks of prompts that are cached
         self._accepted, self._drafts = tokens_each - 1, [0] * steps.mtp
         self.step: PlannedStep | None = None
@@ -151,6 +152,7 @@ class StepGroup(GroupBooks):
             self.handover.receive(step)
             for seq in step.receives:
                 self.scheduler.finish_transfer(self.places.ticket_of(seq.seq_id))
+                self.received(seq.seq_id)
 
     def _load_of(self, step: PlannedStep) -> StepLoad:
         rows, logits, context, kv_tokens, more_context, more_kv_tokens = 0, 0, 0.0, 0.0, 0.0, 0.0
@@ -293,8 +295,6 @@ class StepGroup(GroupBooks):
         results = [self._result(share) for share in step.shares]
         self.step, self.load, self.horizon, self.done, self._status = None, StepLoad(), 0, 0, None
         self.scheduler.finish_step(step, results)
-        for seq in [*self.places.sending]:  # whose KV the fleet sends
-            self.handover.release(seq.seq_id)
 
     def _result(self, share: Scheduled) -> SeqResult:
         """Make the result of a share: tokens without ids, and as many accepted drafts as there are on

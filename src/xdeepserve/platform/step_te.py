@@ -80,7 +80,7 @@ class StepLimits(NamedTuple):
             max_logit_rows=min(self.num_rows, max(64, self.num_seqs * self.rows_each)),
             mtp=mtp,
             num_mtp_layers=mtp,
-            caches_prefixes=prefills,
+            caches_prefixes=True,  # to decode, too: prompts that are alike share blocks
         )
 
 
@@ -217,6 +217,18 @@ class StepTE:
             self.waiting.append(seq)
         else:
             self.shell.receive(seq)
+
+    def on_receive(self, call: Callable[[int], None]) -> None:
+        """Have a function called with the number of each request whose KV has got room to be decoded."""
+        for group in self.groups:
+            group.received = call
+
+    def release(self, number: int) -> None:
+        """Free the blocks of a prompt computed here, which are kept until decode has taken them."""
+        for group in self.groups:
+            if number in group.handover.sending:
+                group.handover.release(number)
+                self._wake(group)
 
     def _hear(self, event: Observed) -> None:
         """Take a prefilled sequence into the DP group that it was given to."""
@@ -543,7 +555,7 @@ class StepTE:
                     del held[block]
                 if num == has:
                     changed.append(block)
-        if changed:
+        if changed and self.prefills:
             self.tell(changed, has)
 
     def move_out(self) -> list[tuple[TracedSequence, TracedRequest]]:
@@ -571,8 +583,9 @@ class StepTE:
         placed = len(self.waiting) + self.shell.num_pending
         for group in self.groups:
             group.scheduler.check_integrity()
-            group.rtc.check_integrity(seq.holding for seq in group.places.sequences())
-            placed += group.places.num_placed
+            holdings = [seq.holding for seq in group.places.sequences()]
+            group.rtc.check_integrity([*holdings, *group.handover.holdings()])
+            placed += group.places.num_placed - len(group.places.sending)
             assert len(group.places.running) <= self.limits.num_seqs
         assert placed == self.num_tasks
         assert self.positions == sum(self.need_of(seq.request) for seq in self._tasks.values())
