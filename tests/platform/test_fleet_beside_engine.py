@@ -229,6 +229,12 @@ BOTH: tuple[TERole, ...] = ("both", "both")
         (BOTH, "round-robin", False, 256),
         (BOTH, "prefix", True, 256),
         (BOTH, "prefix", True, 60),
+        (BOTH, "load", False, 60),
+        (BOTH, "load", True, 256),
+        (BOTH, "load", True, 60),
+        (BOTH, "cost", False, 60),
+        (BOTH, "cost", True, 256),
+        (BOTH, "cost", True, 60),
     ],
     ids=str,
 )
@@ -236,7 +242,8 @@ def test_roles_and_routes_serve_a_trace_as_in_the_engine(
     roles: tuple[TERole, ...], policy: str, is_shared: bool, num_blocks: int
 ) -> None:
     """A fleet's KV takes the time of its bytes to decode, without the startup and the messages of the
-    engine's. So where it has to go there, the times after the first token are up to 5 % shorter."""
+    engine's. So where it has to go there, the times after the first token are up to 5 % shorter. By
+    `load`, with little KV and shared prefixes, the p99 of TPOT is 0.8 % higher."""
     requests = trace(is_shared, requests=48 * len(roles))
     fleet = in_fleet(requests, num_blocks, price(), policy=policy, roles=roles)
     deployment = msgspec.structs.replace(
@@ -250,8 +257,23 @@ def test_roles_and_routes_serve_a_trace_as_in_the_engine(
     print({name: f"{100 * value:+.3f} %" for name, value in found.items()}, fleet.preempted, same)
     assert same == len(requests)
     assert fleet.cached == engine.cached
-    after = 0.06 if "decode" in roles else NEAR
+    after = 0.06 if "decode" in roles else 0.01 if policy == "load" else NEAR
     assert all(abs(value) < (NEAR if "ttft" in name else after) for name, value in found.items())
+
+
+@pytest.mark.parametrize("num_blocks", [60, 40])
+def test_prefill_waits_for_decode_as_in_the_engine(num_blocks: int) -> None:
+    """Prompts keep their blocks until decode has room. Fleets move KV before there is room and engines
+    afterwards, so means differ by up to 6 %; without that wait TTFT is below 2 % of the engine's."""
+    requests = trace(True, requests=96)
+    fleet = in_fleet(requests, num_blocks, price(), roles=PAIR)
+    deployment = msgspec.structs.replace(
+        DEPLOYMENT, kind="mixed", dies=None, te=tuple(ListedTE(role=role, dies=1) for role in PAIR),
+        cache=CacheConfig(block_size=BLOCK, num_blocks=num_blocks),
+    )  # fmt: skip
+    found = differences(fleet, in_engine(requests, deployment))
+    print({name: f"{100 * value:+.3f} %" for name, value in found.items()}, fleet.preempted)
+    assert all(abs(value) < 0.06 for name, value in found.items() if "mean" in name)
 
 
 SOON_NS = 100_000  # a step takes more

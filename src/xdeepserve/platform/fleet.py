@@ -16,12 +16,15 @@ import numpy as np
 
 from xdeepserve.engine.balance.heat_map import HeatMap
 from xdeepserve.engine.balance.prompt_tree import PromptTree
+from xdeepserve.engine.balance.te_ledger import TELedger
 from xdeepserve.engine.balance.te_policies import Known, RoutedRequest, best, scores
+from xdeepserve.engine.deploy.policies import ROUTE
 from xdeepserve.errors import InputError, XDeepServeError
 from xdeepserve.platform.fleet_words import Decision, FleetTE, ServedRequest
 from xdeepserve.platform.step_group import TracedSequence
 from xdeepserve.platform.step_pool import TEPool
 from xdeepserve.platform.step_te import StepLimits, StepTE
+from xdeepserve.platform.traced_tokens import Name, opening_name
 from xdeepserve.platform.traces import TracedRequest
 from xdeepserve.prices.step_price import StepPrice
 from xdeepserve.prices.step_run import uncollected
@@ -76,7 +79,10 @@ class Fleet:
     ) -> None:
         self.policy, self.heat, self.predict = policy, heat, predict
         self._explain, self._forced = explain, forced or {}
+        # Within a run of steps TEs tell of blocks only where hints are not late: to ask them costs time.
+        self._is_told_at_once = not stale_ns and not ROUTE.has(policy, "asks no TE")
         self.tree = PromptTree(stale_ns)  # the global one
+        self.ledger = TELedger()  # prompts that are not computed yet, by the number of their TE
         self.now = 0.0
         self.tes: list[FleetTE] = []
         self.steppers: list[StepTE] = []
@@ -94,6 +100,7 @@ class Fleet:
         self._valid: list[int] = []  # the order of the event that ends what is under way, of each stepper
         self.served: list[ServedRequest] = []
         self._first: dict[int, FirstToken] = {}  # by number of the request
+        self._sources: dict[int, int] = {}  # by number of the request: the stepper that keeps its prompt's KV
         self._homeless: list[SentRequest] = []  # for whom there is no TE
         self._undecoded: list[SentRequest] = []  # whose KV has nowhere to go
         self._num_left = 0  # requests that have not ended
@@ -101,8 +108,6 @@ class Fleet:
         self.on_end: Callable[[ServedRequest], None] = lambda each: None
         self.on_arrive: Callable[[TracedRequest], None] = lambda each: None
         self.pool: Pool | None = None
-        # TEs whose queues become shorter in their steps under way, and times before which they do not.
-        self._computing: dict[int, float] = {}
         self._changed: dict[int, None] = {}  # steppers that the job executor has to look at
         for te in tes:
             self.join(te)
@@ -114,6 +119,7 @@ class Fleet:
 
         index = len(self.steppers)
         self.steppers.append(StepTE(price, limits, prefills, decodes, tell))
+        self.steppers[index].on_receive(self._release_soon)
         self._owners.append(te)
         self._valid.append(-1)
         if self.pool is not None:
@@ -178,6 +184,8 @@ class Fleet:
         for index in self._halves(te):
             self._valid[index] = -1
             for task in self.steppers[index].tasks():
+                self.ledger.forget(task.seq_id)
+                self._release(task.seq_id)
                 self._arrive(task.seq_id, self._whole.pop(task.seq_id, task.request))
 
     def move_out(self, te: int) -> None:
@@ -302,6 +310,15 @@ class Fleet:
         pooled = 0 if self.pool is None else self.pool.match(request.blocks)
         self._come(self._fronts[self._choose(number, request, pooled)], SentRequest(number, request))
 
+    def _release_soon(self, number: int) -> None:
+        """Free a prompt's KV where it was computed, after the turn in which decode has taken it."""
+        self.at(self.now, lambda: self._release(number))
+
+    def _release(self, number: int) -> None:
+        index = self._sources.pop(number, None)
+        if index is not None and self._owners[index] not in self._lost:
+            self._between(index, lambda: self.steppers[index].release(number))
+
     def _fetched(self, index: int, came: Callable[[], None]) -> None:
         if self._owners[index] not in self._lost:  # else it has begun again elsewhere
             self._between(index, came)
@@ -311,6 +328,7 @@ class Fleet:
         if self.tes[te].role == "decode":
             stepper.coming -= stepper.need_of(sent.request)
         if te in self._lost:  # while its KV was on the way
+            self._release(sent.number)
             self._arrive(sent.number, self._whole.pop(sent.number, sent.request))
             return
         if te in self.moving:
@@ -378,7 +396,7 @@ class Fleet:
         if self._owners[index] in self._lost or stepper.told_at == math.inf:
             return
         first, done = stepper.take(now)
-        if done:
+        if first or done:
             self._changed[index] = None
         if stepper.told_at < math.inf:
             self.at(stepper.told_at, lambda: self._collect(index, self.now))
@@ -386,6 +404,7 @@ class Fleet:
             begun_ns = seq.told_ns if seq.scheduled_ns is None else seq.scheduled_ns
             first_token = FirstToken(seq.told_ns, seq.num_cached, self._owners[index], begun_ns)
             self._first.setdefault(seq.seq_id, first_token)
+            self.ledger.forget(seq.seq_id)
             if self.pool is not None:
                 block, own = stepper.limits.block, seq.num_cached if seq.num_own is None else seq.num_own
                 self.pool.use(seq.request.blocks[: seq.num_prompt // block], own // block)
@@ -393,6 +412,7 @@ class Fleet:
             if stepper.decodes or seq.max_tokens == 1:
                 self._end(index, seq)
             else:
+                self._sources[seq.seq_id] = index
                 self._send(seq.seq_id, seq.request, self._owners[index])
 
     def _send(self, number: int, request: TracedRequest, te: int) -> None:
@@ -426,19 +446,35 @@ class Fleet:
 
     def _note(self, index: int) -> None:
         """Update the job executor's knowledge of a TE after a change."""
-        te = self._owners[index]
-        front = self._fronts[te]
-        stepper, known = self.steppers[front], self.known
-        known.queued[te] = stepper.queued / stepper.price.num_groups
-        self._computing.pop(te, None)
-        if stepper.computes_chunks:
-            self._computing[te] = self.now
-        known.has_long[te], known.has_short[te] = stepper.num_long > 0, stepper.num_short > 0
+        te, known = self._owners[index], self.known
+        known.queued[te] = self.ledger.cost(te) / self.steppers[self._fronts[te]].price.num_groups
+        known.has_long[te], known.has_short[te] = self.ledger.has(te, True), self.ledger.has(te, False)
         num_tasks, kv_load, positions = 0, 0.0, 0.0
         for half in self.steppers_of(te):
             num_tasks, positions = num_tasks + half.num_tasks, positions + half.positions
             kv_load = max(kv_load, half.kv_load)
         known.sequences[te], known.kv_load[te], known.positions[te] = num_tasks, kv_load, positions
+
+    def _match(self, request: TracedRequest) -> dict[int, int]:
+        """Return how many of a prompt's blocks each TE has, without TEs that have none."""
+        if self._is_told_at_once and self._show(request):
+            self.tree.catch_up(self.now)
+        return self.tree.match(request.blocks)
+
+    def _show(self, request: TracedRequest) -> bool:
+        """Have TEs tell of blocks with a prompt's beginning that have come or gone in runs of steps; return
+        whether there are any."""
+        names: dict[int, Name | None] = {}  # of the prompt's first KV block, by its size
+        shown = False
+        for te in self.serving:
+            stepper = self.steppers[self._fronts[te]]
+            if stepper.shows:
+                size = stepper.limits.block_size
+                if size not in names:
+                    names[size] = opening_name(request.blocks, stepper.limits.block, size)
+                name = names[size]
+                shown |= name is not None and stepper.show(self.now, name)
+        return shown
 
     def _choose(self, number: int, request: TracedRequest, pooled: int = 0) -> int:
         self.tree.catch_up(self.now)
@@ -446,17 +482,13 @@ class Fleet:
         for index in changed:
             self._note(index)
         found = dict.fromkeys(self.serving, pooled) if pooled else {}
-        for te, num_blocks in self.tree.match(request.blocks).items():
+        for te, num_blocks in self._match(request).items():
             found[te] = max(pooled, num_blocks)
         known.cached[:] = 0
         for te, num_blocks in found.items():
-            tokens = num_blocks * self.tes[te].limits.block
-            known.cached[te] = min(tokens, request.input_length - 1)
-        for te, changes_ns in self._computing.items():
-            if changes_ns <= self.now:
-                stepper = self.steppers[self._fronts[te]]
-                queued, self._computing[te] = stepper.queued_at(self.now)
-                known.queued[te] = queued / stepper.price.num_groups
+            limits = self.tes[te].limits
+            reusable = (request.input_length - 1) // limits.block_size * limits.block_size
+            known.cached[te] = min(num_blocks * limits.block, reusable)
         predicted = self.predict(request)
         asked = RoutedRequest(number, request.input_length, predicted)
         if self._takes.all():
@@ -470,6 +502,7 @@ class Fleet:
             te = best(keys)
         if self._explain is not None:
             self._explain(Decision(number, te, keys, predicted))
+        self.ledger.give(number, te, request.input_length, int(known.cached[te]))
         return te
 
     def busy_ns(self) -> list[float]:

@@ -41,15 +41,9 @@ class TracedSequence(Sequence):
     """
 
     request: TracedRequest = NO_REQUEST
-    cost: int = 0  # of the rest of its prefill
     num_steps: int = 0  # in which it has decoded
     num_own: int | None = None
     told_ns: float = 0.0  # when its newest tokens came
-
-    @property
-    def is_long(self) -> bool:
-        """Whether its prompt counts as long."""
-        return self.num_prompt >= LONG_PROMPT
 
 
 def traced_sequence(
@@ -118,6 +112,7 @@ class StepGroup(GroupBooks):
     ) -> None:
         super().__init__(name, steps, rtc, tell)
         self.rtc: StepRTC = rtc
+        self.received: Callable[[int], None] = lambda number: None  # told when a prompt's KV has got room
         self.openings = rtc.index.root.children  # by name: first blocks of prompts that are cached
         self._accepted, self._drafts = tokens_each - 1, [0] * steps.mtp
         self.step: PlannedStep | None = None
@@ -157,6 +152,7 @@ class StepGroup(GroupBooks):
             self.handover.receive(step)
             for seq in step.receives:
                 self.scheduler.finish_transfer(self.places.ticket_of(seq.seq_id))
+                self.received(seq.seq_id)
 
     def _load_of(self, step: PlannedStep) -> StepLoad:
         rows, logits, context, kv_tokens, more_context, more_kv_tokens = 0, 0, 0.0, 0.0, 0.0, 0.0
@@ -250,11 +246,29 @@ class StepGroup(GroupBooks):
             self.rtc.publish(seq.holding, seq.token_ids, seq.num_computed)
         return msgspec.structs.replace(share, start=seq.num_computed)
 
+    @property
+    def shows(self) -> bool:
+        """Whether blocks are published or withdrawn within the run under way."""
+        return self.load.chunk is not None or self._evicts
+
+    def may_show(self, name: Name) -> bool:
+        """Whether steps under way evict blocks behind this opening one, or compute a prompt that has it."""
+        if self._evicts and name in self.openings:
+            return True
+        chunk = self.load.chunk
+        return chunk is not None and opening(chunk.seq, self.rtc.block_size) == name
+
     def show(self) -> None:
         """Publish the blocks of prompts that ended steps have computed, and withdraw those
         that have been evicted."""
-        if self.step is not None and self.done and (self.load.chunk is not None or self._evicts):
+        if self.step is not None and self.done and self.shows:
             self._move_books()
+
+    def show_under_way(self) -> None:
+        """Publish and withdraw blocks as `show` does, as of the plan of the step under way."""
+        self.show()
+        if self._evicts and self.done < self.horizon:
+            self._move_shares(self.done)
 
     def _move_books(self) -> None:
         """Move the books of all sequences on to the last step that has ended, as it was planned."""
@@ -281,8 +295,6 @@ class StepGroup(GroupBooks):
         results = [self._result(share) for share in step.shares]
         self.step, self.load, self.horizon, self.done, self._status = None, StepLoad(), 0, 0, None
         self.scheduler.finish_step(step, results)
-        for seq in [*self.places.sending]:  # whose KV the fleet sends
-            self.handover.release(seq.seq_id)
 
     def _result(self, share: Scheduled) -> SeqResult:
         """Make the result of a share: tokens without ids, and as many accepted drafts as there are on

@@ -21,9 +21,6 @@ class TEPool(NamedTuple):
     bring: Callable[[int, Callable[[], None]], None]
 
 
-NO_POOL = TEPool(lambda request: 0, lambda num_tokens, call: None)
-
-
 class StepPool:
     """Reads of a DP group in the pool. Prompts are given to the pool by the fleet, when they are computed."""
 

@@ -19,7 +19,6 @@ from itertools import islice
 from typing import NamedTuple
 
 from xdeepserve.engine.balance.dp import GroupStatus
-from xdeepserve.engine.balance.te_ledger import WHOLE, whole_cost
 from xdeepserve.engine.balance.te_load import PromptSteps, TEWork
 from xdeepserve.engine.deploy.deployment import HealthConfig, RecoveryConfig
 from xdeepserve.engine.deploy.sizes import StepSizes, TESettings
@@ -32,7 +31,7 @@ from xdeepserve.engine.te.life import Lifetime
 from xdeepserve.engine.te.shell import TEShell
 from xdeepserve.platform import step_group
 from xdeepserve.platform.step_group import StepGroup, StepLoad, TracedSequence, opening, traced_sequence
-from xdeepserve.platform.step_pool import NO_POOL, StepPool, TEPool
+from xdeepserve.platform.step_pool import StepPool, TEPool
 from xdeepserve.platform.step_rtc import StepRTC
 from xdeepserve.platform.traced_tokens import Name, blocks_ending_in
 from xdeepserve.platform.traces import TracedRequest
@@ -81,7 +80,7 @@ class StepLimits(NamedTuple):
             max_logit_rows=min(self.num_rows, max(64, self.num_seqs * self.rows_each)),
             mtp=mtp,
             num_mtp_layers=mtp,
-            caches_prefixes=prefills,
+            caches_prefixes=True,  # to decode, too: prompts that are alike share blocks
         )
 
 
@@ -140,10 +139,8 @@ class StepTE:
         tell: Callable[[Sequence[int], bool], None] = lambda blocks, has: None,
     ) -> None:
         self.price, self.limits, self.prefills, self.decodes = price, limits, prefills, decodes
-        self.tell, self._pool = tell, NO_POOL
+        self.tell = tell
         self.waiting: deque[TracedSequence] = deque()  # that the TE-shell does not know yet
-        self.num_long = self.num_short = 0
-        self._queued = 0  # prefill cost of all that it has, in parts of WHOLE, so that nothing is rounded
         self.positions = 0.0  # of KV, of all that it has
         self.coming = 0.0  # positions whose KV is on its way from TEs that prefill
         self.busy_ns, self.prompts = 0.0, PromptSteps()  # in steps, and in those that have parts of prompts
@@ -164,6 +161,7 @@ class StepTE:
         self.shell.wake = self._wake
         self._woken: dict[GroupRank, StepGroup] = {}  # to be planned anew
         self._under_way: dict[GroupRank, StepGroup] = {}
+        self._showing: list[StepGroup] = []  # whose cached blocks change in the run under way
         self._count = 0  # steps under way, from `_start` on
         self._start = self._price = self._slope = self._first_tail = 0.0
         self._is_due_early = False  # a group in no step takes its turn before those that are in one
@@ -181,7 +179,6 @@ class StepTE:
 
     def use_pool(self, pool: TEPool) -> None:
         """Load blocks of prompts from a memory pool that DP groups lack, from now on."""
-        self._pool = pool
         for group in self.groups if self.prefills else ():
             group.scheduler.pool = StepPool(group, pool, self._wake)
 
@@ -194,11 +191,6 @@ class StepTE:
     def kv_load(self) -> float:
         """Share of KV in use or promised to waiting requests and to KV on its way."""
         return (self.positions + self.coming) / (len(self.groups) * self.limits.num_positions)
-
-    @property
-    def queued(self) -> float:
-        """Prefill cost of all that the TE has."""
-        return self._queued / WHOLE
 
     @property
     def token_ns(self) -> float:
@@ -222,18 +214,21 @@ class StepTE:
         self._tasks[number] = seq
         self.positions += self.need_of(request)
         if self.prefills:
-            self.num_long += seq.is_long
-            self.num_short += not seq.is_long
-            self._note_cost(seq, min(self._pool.match(request), seq.num_prompt - 1))
             self.waiting.append(seq)
         else:
             self.shell.receive(seq)
 
-    def _note_cost(self, seq: TracedSequence, num_computed: int) -> None:
-        """Note how much of a prompt need not be computed any more."""
-        cost = whole_cost(seq.num_prompt - num_computed, num_computed)
-        self._queued += cost - seq.cost
-        seq.cost = cost
+    def on_receive(self, call: Callable[[int], None]) -> None:
+        """Have a function called with the number of each request whose KV has got room to be decoded."""
+        for group in self.groups:
+            group.received = call
+
+    def release(self, number: int) -> None:
+        """Free the blocks of a prompt computed here, which are kept until decode has taken them."""
+        for group in self.groups:
+            if number in group.handover.sending:
+                group.handover.release(number)
+                self._wake(group)
 
     def _hear(self, event: Observed) -> None:
         """Take a prefilled sequence into the DP group that it was given to."""
@@ -274,9 +269,6 @@ class StepTE:
         seq.told_ns, num_generated = self._ended, seq.num_generated
         if self.prefills and num_generated == len(tokens):
             self._first.append(seq)
-            self._note_cost(seq, seq.num_prompt)
-            self.num_long -= seq.is_long
-            self.num_short -= not seq.is_long
         is_over = num_generated >= seq.max_tokens
         if is_over or not self.decodes:
             self._done.append(seq)
@@ -338,10 +330,6 @@ class StepTE:
             if group.places.has_work and group.plan():
                 self._under_way[group.rank] = group
                 group.tail = self._tail(group.load.rows, group.load.logits)
-            for seq in group.places.running if self.prefills else ():
-                assert isinstance(seq, TracedSequence)
-                if seq.cost and seq.num_computed:
-                    self._note_cost(seq, seq.num_computed)
         return group.step is not None
 
     def _run(self) -> int:
@@ -374,6 +362,7 @@ class StepTE:
         self._price, self._slope = head + together, head_slope + (1 - share) * slope
         self._start = meets + together - self._price
         self._first_tail = min(group.tail for group in self._under_way.values())
+        self._showing = [group for group in self._under_way.values() if group.shows] if count > 1 else []
         return count
 
     def _attention(self, load: StepLoad, done: int) -> tuple[Line, Line, int]:
@@ -412,23 +401,6 @@ class StepTE:
     def _elapsed(self, count: int) -> float:
         return count * self._price + self._slope * count * (count - 1) / 2
 
-    @property
-    def computes_chunks(self) -> bool:
-        """Whether steps under way compute parts of prompts, so that `queued_at` falls as time passes."""
-        return any(group.load.chunk is not None for group in self._under_way.values())
-
-    def queued_at(self, now: float) -> tuple[float, float]:
-        """Return the prefill cost of all that the TE has, after the steps that have ended by now, and a time
-        before which no other one ends."""
-        ended, queued = self._num_ended(now), self._queued
-        next_ns = self._start + self._elapsed(ended + 1) if ended < self._count else math.inf
-        for group in self._under_way.values() if ended else ():
-            if (chunk := group.load.chunk) is not None:
-                seq, computed = chunk.seq, chunk.start + (group.done + ended) * chunk.num_tokens
-                assert isinstance(seq, TracedSequence)
-                queued += whole_cost(seq.num_prompt - computed, computed) - seq.cost
-        return queued / WHOLE, next_ns
-
     def _num_ended(self, now: float) -> int:
         """Count the steps of the run under way that have ended by now."""
         now -= self._first_tail
@@ -460,6 +432,22 @@ class StepTE:
                 group.done += ended
             self._price, self._start = self._price + self._slope * ended, at
             self._count, self._since = self._count - ended, at
+
+    @property
+    def shows(self) -> bool:
+        """Whether blocks are computed or evicted within the run under way."""
+        return bool(self._showing)
+
+    def show(self, now: float, name: Name) -> bool:
+        """Tell of the blocks that steps of the run under way have computed and evicted by now, where prompts
+        begin with the KV block of this name. Returns False if there are none."""
+        shown = [group for group in self._showing if group.may_show(name)]
+        if not shown or not self._num_ended(now):
+            return False
+        self._catch_up(now)
+        for group in shown:
+            group.show_under_way()
+        return True
 
     def _note_steps(self, count: int, now: float) -> None:
         """Count the next steps of the run under way, which took until now."""
@@ -516,9 +504,6 @@ class StepTE:
         if group.done == group.horizon:
             self._finish(group)
             self._woken[group.rank] = group
-        elif (chunk := group.load.chunk) is not None:
-            assert isinstance(chunk.seq, TracedSequence)
-            self._note_cost(chunk.seq, chunk.start + group.done * chunk.num_tokens)
 
     def stop(self, now: float) -> None:
         """End all steps under way, with what groups have done by then, and begin no others."""
@@ -551,13 +536,10 @@ class StepTE:
     def _finish(self, group: StepGroup) -> None:
         """Have a DP group finish the steps that have ended."""
         del self._under_way[group.rank]
-        chunk, self._ended = group.load.chunk, group.ends
+        self._ended = group.ends
         group.finish()
         if group.is_empty:
             self._open.occupied.discard(group.rank)
-        if chunk is not None:
-            assert isinstance(chunk.seq, TracedSequence)
-            self._note_cost(chunk.seq, chunk.seq.num_computed)
 
     # ---- prefix caches ------------------------------------------------------------------------------
 
@@ -573,7 +555,7 @@ class StepTE:
                     del held[block]
                 if num == has:
                     changed.append(block)
-        if changed:
+        if changed and self.prefills:
             self.tell(changed, has)
 
     def move_out(self) -> list[tuple[TracedSequence, TracedRequest]]:
@@ -601,8 +583,9 @@ class StepTE:
         placed = len(self.waiting) + self.shell.num_pending
         for group in self.groups:
             group.scheduler.check_integrity()
-            group.rtc.check_integrity(seq.holding for seq in group.places.sequences())
-            placed += group.places.num_placed
+            holdings = [seq.holding for seq in group.places.sequences()]
+            group.rtc.check_integrity([*holdings, *group.handover.holdings()])
+            placed += group.places.num_placed - len(group.places.sending)
             assert len(group.places.running) <= self.limits.num_seqs
         assert placed == self.num_tasks
         assert self.positions == sum(self.need_of(seq.request) for seq in self._tasks.values())

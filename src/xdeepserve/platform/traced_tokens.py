@@ -76,3 +76,12 @@ class TracedTokens(list[int]):
 def blocks_ending_in(name: Name) -> Name:
     """Return the trace's blocks whose last token is in the KV block of this name."""
     return () if name[0] == OWN else name[:-2]
+
+
+def opening_name(blocks: Sequence[int], block: int, size: int) -> Name | None:
+    """Return the name of a prompt's first KV block, of `size` tokens; None unless the trace knows all of it.
+
+    The trace's `blocks` have `block` tokens each.
+    """
+    length = len(blocks) * block
+    return TracedTokens(0, length, length, blocks, block).names(size, 0, 1)[0] if size <= length else None
