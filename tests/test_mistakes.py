@@ -262,7 +262,7 @@ MISTAKES = [
     (
         "describe --deployment field.toml",
         "deployment field.toml, line 4: unknown setting decode.cuont; the nearest are decode.count, "
-        "prefill.count, experts.counts",
+        "prefill.count, attention.count",
     ),
     (
         "describe --deployment values.toml",
