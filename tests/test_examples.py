@@ -369,7 +369,7 @@ PROMISES = {
         "round-robin",
         "llm-d",
         "requests are late, load of a TE 0.",
-        "s joins new 0: 0.26 s, of which weights 0.05 s (NPU-fork: chain over UB)",
+        "s joins new 0: 0.25 s, of which weights 0.05 s (NPU-fork: chain over UB)",
         "requests begin again elsewhere",
         "4,000 of 4,000 requests served, 5 TEs in all",
         "wanted: 5 that prefill, not 3",

@@ -7,6 +7,7 @@ own. It registers before it loads and serves when its kernels are compiled.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -81,7 +82,8 @@ class ExpertProcess:
             ends.set()
 
         def let_go(error: Exception | None) -> None:
-            loop.call_soon_threadsafe(end, error)
+            with contextlib.suppress(RuntimeError):  # the server has ended by itself, and its loop is closed
+                loop.call_soon_threadsafe(end, error)
 
         name = self._task.name or f"{os.uname().nodename}-{os.getpid()}"
         asked = Register(name, self._identity, address, experts_held(self._placed), self._task.seat)
