@@ -374,7 +374,7 @@ PROMISES = {
         "4,000 of 4,000 requests served, 5 TEs in all",
         "wanted: 5 that prefill, not 3",
         "wanted: 1 that prefill, not 5",
-        "it was prefill 1; planned and loaded anew in 0.06 s",
+        "it was prefill 1; planned and loaded anew in 0.05 s",
         "12,000 of 12,000 requests served",
         "monolithic",
         "prefill 0, prefill 1",
