@@ -31,11 +31,11 @@ class Values(dict[str, float]):
         return [self[name.format(place)] for place in places]
 
     def grows(self, name: str, places: Iterable[object]) -> bool:
-        """Whether each row is larger than the row before."""
+        """Return whether the value of each row is larger than that of the row before."""
         return all(before < after for before, after in itertools.pairwise(self.along(name, places)))
 
     def falls(self, name: str, places: Sequence[object]) -> bool:
-        """Whether each row is smaller than the row before."""
+        """Return whether the value of each row is smaller than that of the row before."""
         return self.grows(name, tuple(reversed(places)))
 
 
@@ -67,7 +67,8 @@ def _basic_gains(v: Values, batch: int) -> list[float]:
 
 
 def _heat_at_ends(v: Values, rate: int) -> bool:
-    """Whether longer prompts gain more than the shortest, and shorter answers more, on average."""
+    """Return whether, in the heat map of a rate, prompts beyond the shortest length gain more than that one,
+    and answers the more the shorter they are. Gains are means over a row or a column."""
     rows = [[v[HEAT.format(rate, prompt, output)] for output in HEAT_OUTPUTS] for prompt in HEAT_PROMPTS]
     shortest, *longer = (sum(row) / len(row) for row in rows)
     by_output = [sum(column) / len(column) for column in zip(*rows, strict=True)]
@@ -82,14 +83,11 @@ def _longest_answers(v: Values, rate: int) -> list[int]:
     ]
 
 
-def _mean_win(v: Values) -> float:
-    wins = [value for name, value in v.items() if "/output=" in name and value > 0]
-    return sum(wins) / len(wins)
-
-
-def _mean_loss(v: Values) -> float:
-    losses = [-value for name, value in v.items() if "/output=" in name and value <= 0]
-    return sum(losses) / len(losses)
+def _wins_over_losses(v: Values) -> float:
+    """Return the mean gain of TEs in halves where they win, divided by their mean loss where they lose."""
+    gains = [value for name, value in v.items() if "/output=" in name]
+    wins, losses = [gain for gain in gains if gain > 0], [-gain for gain in gains if gain <= 0]
+    return sum(wins) / len(wins) / (sum(losses) / len(losses))
 
 
 TRENDS = (
@@ -560,7 +558,7 @@ TRENDS = (
         "5.3.1, Figure 6 (2)",
         "and they win by more than they lose",
         "heat map",
-        lambda v: min(v.values()) > -max(v.values()) / 2 and _mean_win(v) > 2 * _mean_loss(v),
+        lambda v: _wins_over_losses(v) > 2,
     ),
     Trend(
         "ds.heat.stable",
