@@ -60,6 +60,12 @@ WAYS: dict[str, list[tuple[str, list[str]]]] = {
         ("moe-attention", []),
         ("transformerless", []),
     ],
+    "v2-best-groups": [
+        ("monolithic", ["lockstep=true"]),
+        ("colocated", ["dies=3", "lockstep=true"]),
+        ("colocated", ["dies=2", "tp=2"]),
+        ("transformerless", []),
+    ],
     "minimax-odd-heads": [
         ("colocated", ["tp=2", "dies=2", "exchange=push"]),
         ("moe-attention", ["dataflow=true"]),

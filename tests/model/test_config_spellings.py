@@ -351,13 +351,29 @@ def test_deepseek_v2_has_one_group_of_experts(load) -> None:
     assert (config.scoring, config.n_group, config.topk_group) == ("softmax", 1, 1)
     assert (config.norm_topk_prob, config.num_nextn_predict_layers) == (False, 0)
     assert load(V2, topk_method="greedy", n_group=4, topk_group=2).n_group == 1  # groups are not looked at
+    assert load(V2, n_group=4, topk_group=2).n_group == 1  # transformers' default is greedy
     assert msgspec.structs.replace(load(V2, n_group=None), rope=config.rope) == config
+
+
+def test_groups_of_deepseek_v2_are_as_good_as_their_best_expert(load) -> None:
+    config = load(V2, topk_method="group_limited_greedy", n_group=8, topk_group=3)
+    assert (config.n_group, config.topk_group, config.best_of_group) == (8, 3, 1)
+    alone = load(V2, topk_method="group_limited_greedy", n_routed_experts=8, n_group=8, topk_group=8)
+    assert alone.experts_per_group == 1
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"topk_method": "group_limited_greedy", "n_group": 8}, 'topk_method "group_limited_greedy" is not'),
+        ({"topk_method": "noaux_tc"}, 'topk_method "noaux_tc" is not supported (only "greedy" is)'),
+        (
+            {"topk_method": "group_limited_greedy", "n_group": None, "topk_group": 3},
+            "n_group must be an integer >= 1, found null",
+        ),
+        (
+            {"topk_method": "group_limited_greedy", "topk_group": None},
+            "topk_group must be an integer >= 1, found null",
+        ),
         ({"scoring_func": "sigmoid"}, 'scoring_func "sigmoid" is not supported (only "softmax" is)'),
         ({"norm_topk_prob": True}, "norm_topk_prob true is not supported (only false is)"),
         ({"num_experts_per_tok": None}, "num_experts_per_tok must be an integer"),

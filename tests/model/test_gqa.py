@@ -83,7 +83,7 @@ def test_a_router_of_all_experts_together(seed: int, experts: int, top_k: int, n
     logits = normal(seed, 40, experts, scale=3.0)
     logits[::3] = np.round(logits[::3])  # many ties
     idx, weights = np.empty((40, top_k), np.int32), np.empty((40, top_k), F32)
-    k.gate(idx, weights, logits, np.empty(0, F32), 1, 1, norm, 1.0, True)
+    k.gate(idx, weights, logits, np.empty(0, F32), 1, 1, norm, 1.0, 2, True)
     expected_idx, expected = c.gate(c.softmax(logits), np.empty(0, F32), 1, 1, top_k, norm, 1.0)
     assert_same_bits(idx, expected_idx)
     assert_same_bits(weights, expected)

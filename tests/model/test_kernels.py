@@ -97,11 +97,20 @@ def test_gate(experts: int, n_group: int, topk_group: int, top_k: int, norm: boo
     bias = normal(2, experts, scale=2.0)
     bias[: experts // 2] = 0
     idx, weights = np.empty((60, top_k), np.int32), np.empty((60, top_k), F32)
-    k.gate(idx, weights, logits, bias, n_group, topk_group, norm, 2.5, False)
-    expected_idx, expected_weights = c.gate(scores, bias, n_group, topk_group, top_k, norm, 2.5)
-    assert_same_bits(idx, expected_idx)
-    assert_same_bits(weights, expected_weights)
-    assert all(len(set(row)) == top_k for row in idx.tolist())
+    for best_of_group in (2, 1):
+        k.gate(idx, weights, logits, bias, n_group, topk_group, norm, 2.5, best_of_group, False)
+        expected_idx, expected_weights = c.gate(
+            scores, bias, n_group, topk_group, top_k, norm, 2.5, best_of_group
+        )
+        assert_same_bits(idx, expected_idx)
+        assert_same_bits(weights, expected_weights)
+        assert all(len(set(row)) == top_k for row in idx.tolist())
+
+
+def test_a_group_is_as_good_as_its_two_best_or_its_best() -> None:
+    scores, none = np.array([[0.9, 0.1, 0.6, 0.5, 0.2, 0.3]], F32), np.empty(0, F32)
+    assert c.gate(scores, none, 3, 1, 1, False, 1.0)[0].tolist() == [[2]]
+    assert c.gate(scores, none, 3, 1, 1, False, 1.0, best_of_group=1)[0].tolist() == [[0]]
 
 
 def test_gate_bias_selects_but_does_not_weigh() -> None:

@@ -315,17 +315,19 @@ def gate(
     top_k: int,
     norm_topk_prob: bool,
     routed_scaling_factor: float,
+    best_of_group: int = 2,
 ) -> tuple[Array, Array]:
     """Group-limited routing (DeepSeek-V3, section 2.1.2): scores = sigmoid(x @ Wg) [T, E], or softmax of it.
 
-    The bias, if there is one, only selects; weights are the unbiased scores. Groups that lose are masked with
-    -inf. Ties go to the lower index. Returns topk_idx int32 [T, K] (best first) and topk_weights [T, K].
+    A group's score is the sum of its two best, or its best one alone (DeepSeek-V2, section 2.2.2). The bias,
+    if there is one, only selects; weights are the unbiased scores. Groups that lose are masked with -inf.
+    Ties go to the lower index. Returns topk_idx int32 [T, K] (best first) and topk_weights [T, K].
     """
     num_tokens, num_experts = scores.shape
     choice = scores + bias if bias.size else scores
     grouped = choice.reshape(num_tokens, n_group, num_experts // n_group)
     best = -np.sort(-grouped, axis=-1)
-    group_score = best[..., 0] + best[..., 1] if best.shape[-1] > 1 else best[..., 0]
+    group_score = best[..., 0] + best[..., 1] if min(best_of_group, best.shape[-1]) > 1 else best[..., 0]
     winners = np.argsort(-group_score, axis=-1, kind="stable")[:, :topk_group]
     is_open = np.zeros((num_tokens, n_group), bool)
     np.put_along_axis(is_open, winners, True, axis=-1)

@@ -138,6 +138,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     eos_token_ids: tuple[int, ...]
     attention: AttentionKind = "mla"
     scoring: Scoring = "sigmoid"
+    best_of_group: Literal[1, 2] = 2  # experts that make the score of their group, the best ones: 1 or 2
     attention_bias: bool = False  # of queries, keys and values in GQA
     qk_norm: QKNorm = "none"  # of queries and of keys in GQA: of each head's, or of all heads' together
     expert_names: ExpertNames = "deepseek"
@@ -380,7 +381,8 @@ class _ConfigReader(Reader):
         first_moe, other_dense = self.family.dense_layers(self, num_layers)
         self.same(MTP_KEYS[0], self, MTP_KEYS[1])
         mtp_key = next((key for key in MTP_KEYS if self.raw.get(key) is not None), MTP_KEYS[-1])
-        is_ungrouped = self.raw.get("topk_method") == "greedy" or self.is_null("n_group")
+        method = self.raw.get("topk_method")
+        is_ungrouped = method == "greedy" or (self.is_null("n_group") and method != "group_limited_greedy")
         config = ModelConfig(
             vocab_size=self.integer("vocab_size", 129280),
             hidden_size=hidden,
@@ -400,6 +402,7 @@ class _ConfigReader(Reader):
             num_experts_per_tok=self.integer("num_experts_per_tok", 8),
             n_group=1 if is_ungrouped else self.integer("n_group", 8),
             topk_group=1 if is_ungrouped else self.integer("topk_group", 4),
+            best_of_group=self.family.best_of_group,
             first_k_dense_replace=first_moe,
             other_dense_layers=other_dense,
             norm_topk_prob=self.boolean("norm_topk_prob", True),
@@ -507,10 +510,10 @@ def _inconsistencies(config: ModelConfig) -> list[str]:
         problems.append(
             f"n_routed_experts ({config.n_routed_experts}) must be divisible by n_group ({config.n_group})"
         )
-    elif config.experts_per_group < 2:
+    elif config.experts_per_group < config.best_of_group:
         problems.append(
-            f"each group needs 2 routed experts or more, found n_routed_experts {config.n_routed_experts} "
-            f"in n_group {config.n_group}"
+            f"each group needs {config.best_of_group} routed experts or more, found n_routed_experts "
+            f"{config.n_routed_experts} in n_group {config.n_group}"
         )
     if config.topk_group > config.n_group:
         problems.append(f"topk_group ({config.topk_group}) must not exceed n_group ({config.n_group})")

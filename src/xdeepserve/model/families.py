@@ -117,6 +117,7 @@ class Family(NamedTuple):
     expert_names  whose names its experts and routers have in a checkpoint
     index_interleave  whether the indexer's RoPE has neighbours for pairs, not halves
     shared_choices  from a config.json and its number of layers: those without an indexer
+    best_of_group  how many of a group's experts, the best ones, make its score in a router
     partial_rotary  the default of `partial_rotary_factor`; without one, all of a head is rotated
     """
 
@@ -133,6 +134,7 @@ class Family(NamedTuple):
     index_interleave: bool = False
     shared_choices: Callable[[Reader, int], frozenset[int]] = _no_layers
     partial_rotary: float | None = None
+    best_of_group: Literal[1, 2] = 2
 
 
 def _mla_sizes(reader: Reader, family: Family, heads: int, hidden: int) -> dict[str, Any]:
@@ -372,6 +374,8 @@ FAMILIES: dict[str, Family] = {
             "n_shared_experts": 2,
             "num_experts_per_tok": None,
             "n_group": None,
+            "topk_group": None,
+            "topk_method": "greedy",
             "first_k_dense_replace": 0,
             "norm_topk_prob": False,
             "routed_scaling_factor": 1.0,
@@ -380,6 +384,11 @@ FAMILIES: dict[str, Family] = {
             "bos_token_id": 1,
             "eos_token_id": 2,
         },
-        only={"topk_method": ("greedy",), "norm_topk_prob": (False,), "rope_interleave": (True,)},
+        only={
+            "topk_method": ("greedy", "group_limited_greedy"),
+            "norm_topk_prob": (False,),
+            "rope_interleave": (True,),
+        },
+        best_of_group=1,
     ),
 }

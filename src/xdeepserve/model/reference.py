@@ -181,6 +181,7 @@ def route(config: ModelConfig, scores: Array, bias: Array) -> tuple[Array, Array
         config.num_experts_per_tok,
         config.norm_topk_prob,
         config.routed_scaling_factor,
+        config.best_of_group,
     )
 
 

@@ -80,7 +80,7 @@ def _gate(f: Frame) -> None:
     _norm(f)
     logits = f.take("gate_logits", rows, c.n_routed_experts)
     f.linears.gate(logits, f.take("x", *f.h.shape), moe.gate)
-    routing = (moe.bias, c.n_group, c.topk_group, c.norm_topk_prob, c.routed_scaling_factor)
+    routing = (moe.bias, c.n_group, c.topk_group, c.norm_topk_prob, c.routed_scaling_factor, c.best_of_group)
     k.gate(f.topk_idx, f.topk_weights, logits, *routing, c.scoring == "softmax")
 
 

@@ -61,7 +61,7 @@ def _softmax(scores, logits, start, size):
 @kernel
 def gate(
     topk_idx, topk_weights, logits, bias, n_group, topk_group, norm_topk_prob, routed_scaling_factor,
-    is_softmax,
+    best_of_group, is_softmax,
 ):  # fmt: skip
     """Route tokens: topk_idx int32 [T, K], topk_weights [T, K] from logits [T, E] = x @ Wg. canonical.gate
     takes the sigmoid of these, or the softmax. bias [E], or [0] for none."""
@@ -70,7 +70,7 @@ def gate(
     scores = np.empty(num_experts, np.float32)
     choice = np.empty(num_experts, np.float32)
     group_score = np.empty(n_group, np.float32)
-    group_best = np.empty(n_group, np.int64)  # of those that are left, which is why a slot looks at few
+    group_place = np.empty(n_group, np.int64)  # of those that are left, which is why a slot looks at few
     for t in range(logits.shape[0]):
         if is_softmax:
             _softmax(scores, logits, t * num_experts, num_experts)
@@ -86,8 +86,8 @@ def gate(
             start = g * per_group
             first = _largest(choice, start, per_group)
             best = _place_of(choice, start, per_group, first)
-            group_score[g], group_best[g] = first, best
-            if per_group > 1:  # the second largest, too
+            group_score[g], group_place[g] = first, best
+            if min(best_of_group, per_group) > 1:  # the second largest, too
                 choice[best] = -INFINITY
                 group_score[g] += _largest(choice, start, per_group)
                 choice[best] = first
@@ -105,15 +105,15 @@ def gate(
         for slot in range(top_k):
             best = 0
             for g in range(n_group):
-                if choice[group_best[g]] > choice[best]:
-                    best = group_best[g]
+                if choice[group_place[g]] > choice[best]:
+                    best = group_place[g]
             topk_idx[t, slot] = best
             topk_weights[t, slot] = scores[best]
             total += scores[best]
             choice[best] = -INFINITY
             g = best // per_group
             start = g * per_group
-            group_best[g] = _place_of(choice, start, per_group, _largest(choice, start, per_group))
+            group_place[g] = _place_of(choice, start, per_group, _largest(choice, start, per_group))
         for slot in range(top_k):
             w = topk_weights[t, slot]
             if norm_topk_prob:

@@ -40,6 +40,7 @@ class Shape(NamedTuple):
     groups: int
     top_groups: int
     is_norm: bool
+    best_of_group: int
     is_softmax: bool
     has_bias: bool
     scaling: float
@@ -83,6 +84,7 @@ class Shape(NamedTuple):
             groups=c.n_group,
             top_groups=c.topk_group,
             is_norm=c.norm_topk_prob,
+            best_of_group=c.best_of_group,
             is_softmax=c.scoring == "softmax",
             has_bias=c.scoring == "sigmoid",
             scaling=c.routed_scaling_factor,

@@ -69,7 +69,7 @@ def gate(s, ws, weights, rows, first, last):
     bias = f32_flat(weights[a.BIAS], s.experts if s.has_bias else 0)
     k.gate(
         topk_idx[first:last], topk_weights[first:last], logits, bias,
-        s.groups, s.top_groups, s.is_norm, s.scaling, s.is_softmax,
+        s.groups, s.top_groups, s.is_norm, s.scaling, s.best_of_group, s.is_softmax,
     )  # fmt: skip
 
 
