@@ -256,7 +256,7 @@ NO_KEYS = "needs a cache with keys of an indexer: model_type must be deepseek_v3
             {"model_type": "qwen2_moe"},
             [],
             'model_type "qwen2_moe" is not supported (supported: deepseek_v3, kimi_k2, deepseek_v32, '
-            "glm_moe_dsa, glm4_moe_lite, qwen3_moe, glm4_moe, minimax_m2, deepseek_v2)",
+            "glm_moe_dsa, glm4_moe_lite, qwen3_moe, glm4_moe, minimax_m2, deepseek_v2, deepseek_v4)",
         ),
         (
             "sparse-yarn-groups-mtp",

@@ -24,7 +24,7 @@ OF_A_SUBJECT = {
     "cli": "a file per command",
 }
 # Folders that say what their files are: a file may be called there like one elsewhere.
-SAY_WHAT = ("comm/*", "m2n", "engine/run/clock", "engine/run/lockstep/kernels", "engine/ways/*")
+SAY_WHAT = ("comm/*", "m2n", "engine/run/clock", "engine/run/lockstep/kernels", "engine/ways/*", "model/v4")
 
 
 def test_a_class_name_is_defined_once() -> None:

@@ -15,6 +15,7 @@ import json
 import re
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,18 @@ from hf_fixtures import (
     DIRECTORY,
     NUM_GREEDY_TOKENS,
     ROPE_POSITIONS,
+    V4,
     WRITTEN_CONFIGS,
     Fixture,
     fixtures,
     written_configs,
 )
+from safetensors.torch import load_file, save_file
+from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
+from xdeepserve.model.checkpoint import SINGLE_FILE
 from xdeepserve.model.config import load_config
 
 
@@ -97,6 +102,39 @@ def mtp_logits(model: PreTrainedModel, prompt: list[int], first_token: int) -> n
 
 
 @torch.no_grad()
+def v4_mtp_logits(directory: Path, model: PreTrainedModel, prompt: list[int], first_token: int) -> np.ndarray:
+    """The draft logits of DeepSeek-V4's published MTP layer, composed of transformers' modules: transformers
+    itself leaves that layer out. It is loaded as a model of one layer."""
+    config = json.loads((directory / "config.json").read_text())
+    config |= {"num_hidden_layers": 1, "layer_types": ["sliding_attention"], "mlp_layer_types": ["moe"]}
+    tensors = load_file(directory / SINGLE_FILE)
+    draft = {name.removeprefix("mtp.0."): each for name, each in tensors.items() if name.startswith("mtp.0.")}
+    whole = ("hc_head_fn", "hc_head_base", "hc_head_scale", "norm.weight")
+    projections = ("e_proj.weight", "h_proj.weight", "enorm.weight", "hnorm.weight")
+    stored = {name: each for name, each in draft.items() if name in whole}
+    stored |= {f"layers.0.{name}": each for name, each in draft.items() if name not in (*whole, *projections)}
+    stored |= {name: tensors[name] for name in ("embed.weight", "head.weight")}
+    with tempfile.TemporaryDirectory() as place:
+        (Path(place) / "config.json").write_text(json.dumps(config))
+        save_file(stored, Path(place) / SINGLE_FILE, metadata={"format": "pt"})
+        mtp = load(Path(place), torch.float32)
+    e_proj, h_proj, enorm, hnorm = (draft[name].float() for name in projections)
+    streams: list[torch.Tensor] = []
+    hook = model.model.layers[-1].register_forward_hook(lambda _module, _inputs, out: streams.append(out))
+    model(torch.tensor([prompt]), use_cache=False)
+    hook.remove()
+    ids, eps = torch.tensor([[*prompt[1:], first_token]]), config["rms_norm_eps"]
+    embedding = functional.rms_norm(model.model.embed_tokens(ids), enorm.shape, enorm, eps) @ e_proj.T
+    hidden = functional.rms_norm(streams[0], hnorm.shape, hnorm, eps) @ h_proj.T
+    hook = mtp.model.layers[0].register_forward_pre_hook(
+        lambda _module, inputs: (embedding[:, :, None] + hidden, *inputs[1:])
+    )
+    logits = mtp(ids, use_cache=False).logits
+    hook.remove()
+    return logits[0, -1].numpy()
+
+
+@torch.no_grad()
 def experts_used(model: PreTrainedModel, prompt: list[int]) -> int:
     """The least number of distinct experts that any MoE layer chooses over a prompt."""
     used: list[int] = []
@@ -117,7 +155,7 @@ def keep_written_config(fixture: Fixture, directory: Path) -> None:
         return
     written: dict[str, Any] = json.loads(AutoConfig.from_pretrained(directory).to_json_string())
     found = written_configs() | {fixture.name: written}
-    order = [each.name for each in fixtures() if each.name in found]
+    order = [each.name for each in [*fixtures(), *V4.values()] if each.name in found]
     lines = [f"{json.dumps(name)}: {json.dumps(found[name], sort_keys=True)}" for name in order]
     WRITTEN_CONFIGS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
@@ -142,8 +180,11 @@ def expected(fixture: Fixture, directory: Path) -> dict[str, np.ndarray]:
         f"{fixture.name}: only {num_used} experts are used"
     )
     assert worst < 2e-4, f"{fixture.name}: float32 and float64 differ by {worst}"
-    turned = model.model.rotary_emb(torch.zeros(1), torch.tensor([ROPE_POSITIONS]))
-    if isinstance(turned, tuple):  # every pair's angle twice
+    kinds = {"layer_type": "compress"} if fixture.name in V4 else {}
+    turned = model.model.rotary_emb(torch.zeros(1), torch.tensor([ROPE_POSITIONS]), **kinds)
+    if fixture.name in V4:
+        cos, sin = turned
+    elif isinstance(turned, tuple):  # every pair's angle twice
         cos, sin = (table[..., : table.shape[-1] // 2] for table in turned)
     else:  # DeepSeek-V2's, as complex numbers
         cos, sin = turned.real, turned.imag
@@ -156,9 +197,8 @@ def expected(fixture: Fixture, directory: Path) -> dict[str, np.ndarray]:
     }
     if fixture.config.get("num_nextn_predict_layers"):
         pairs = zip(fixture.prompts, runs, strict=True)
-        arrays["mtp_logits"] = np.stack(
-            [mtp_logits(model, prompt, tokens[0]) for prompt, (_, tokens, _) in pairs]
-        )
+        draft = partial(v4_mtp_logits, directory) if fixture.name in V4 else mtp_logits
+        arrays["mtp_logits"] = np.stack([draft(model, prompt, tokens[0]) for prompt, (_, tokens, _) in pairs])
     print(
         f"{fixture.name}: logits deviate {arrays['logits'].std():.2f}, float64 differs by {worst:.1e}, "
         f"{num_used} experts used, least lead {min(lead for _, _, lead in runs):.3f}"
@@ -170,7 +210,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     wanted = sys.argv[1:]
-    for fixture in fixtures():
+    for fixture in [*fixtures(), *V4.values()]:
         if wanted and fixture.name not in wanted:
             continue
         with tempfile.TemporaryDirectory() as directory:

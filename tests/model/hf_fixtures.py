@@ -102,9 +102,11 @@ def written_configs() -> dict[str, dict[str, Any]]:
     return configs
 
 
-def fixtures() -> list[Fixture]:
-    definitions = json.loads((DIRECTORY / "fixtures.json").read_text())
+def fixtures(file: str = "fixtures.json") -> list[Fixture]:
+    definitions = json.loads((DIRECTORY / file).read_text())
     return [Fixture(name=name, **fields) for name, fields in definitions.items()]
 
 
 BY_NAME: dict[str, Fixture] = {f.name: f for f in fixtures()}
+V4: dict[str, Fixture] = {f.name: f for f in fixtures("v4.json")}
+"""Those of DeepSeek-V4, which has a reference and no engine yet."""

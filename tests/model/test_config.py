@@ -348,7 +348,9 @@ def test_what_is_refused_of_shared_choices(load, words: Any) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("family", [name for name, row in FAMILIES.items() if row.attention != "dsa"])
+@pytest.mark.parametrize(
+    "family", [name for name, row in FAMILIES.items() if row.attention in ("mla", "gqa")]
+)
 def test_an_indexer_without_keys_in_the_cache_is_refused(load, family: str) -> None:
     """V3.2's config under the name of a family whose cache has no place for an indexer's keys."""
     message = "index_topk needs a cache with keys of an indexer: model_type must be deepseek_v32 or "
@@ -378,7 +380,7 @@ def test_generation_config_wins_where_it_speaks(load) -> None:
             {"model_type": "llama"},
             'model_type "llama" is not supported '
             "(supported: deepseek_v3, kimi_k2, deepseek_v32, glm_moe_dsa, glm4_moe_lite, qwen3_moe, "
-            "glm4_moe, minimax_m2, deepseek_v2)",
+            "glm4_moe, minimax_m2, deepseek_v2, deepseek_v4)",
         ),
         ({"model_type": ["kimi_k2"]}, 'model_type ["kimi_k2"] is not supported'),
         ({"model_type": None}, "model_type is missing"),

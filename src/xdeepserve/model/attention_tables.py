@@ -8,6 +8,7 @@ from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.families import AttentionKind
 from xdeepserve.model.tensor_row import Tensor
+from xdeepserve.model.v4 import tables as v4
 
 # ---- rows in the order of the kernels ------------------------------------------------------------------
 
@@ -111,4 +112,12 @@ DSA = (
     Tensor("index_bias", (f"{INDEXER}k_norm",), "X", arrange=_indexed, parameter="bias"),
     Tensor("index_gate", (f"{INDEXER}weights_proj",), "NI H", "router"),
 )
-ATTENTION: dict[AttentionKind, tuple[Tensor, ...]] = {"mla": MLA, "gqa": GQA, "dsa": DSA, "dsa-shared": MLA}
+ATTENTION: dict[AttentionKind, tuple[Tensor, ...]] = {
+    "mla": MLA,
+    "gqa": GQA,
+    "dsa": DSA,
+    "dsa-shared": MLA,
+    "window": v4.WINDOW,
+    "csa": v4.CSA,
+    "hca": v4.HCA,
+}

@@ -14,6 +14,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
@@ -23,15 +24,22 @@ from xdeepserve.errors import CheckpointError
 from xdeepserve.model.attention_tables import INDEXER
 from xdeepserve.model.config import NEEDS_INDEXER, ModelConfig, load_config, read_json_object
 from xdeepserve.model.config_reader import MAX_FILE_NAME, MAX_INDEX_BYTES, MAX_INDEXED
-from xdeepserve.model.tensor_file import TensorFile
+from xdeepserve.model.tensor_file import RenamedTensor, TensorFile
 from xdeepserve.model.tensors import mtp_section, stored_tensors
+from xdeepserve.model.v4.storage import FP4_BLOCK, SCALE_DTYPES, by_table_names, from_fp4, powers_of_two
 
+Stored: TypeAlias = dict[str, TensorFile | RenamedTensor]
 SUPPORTED_DTYPES = ("F32", "BF16", "F16")
 LINEAR_LAYERS = tuple(  # of attention and MLPs; of experts as Mixtral calls them; of an indexer
-    f"{end}.weight" for end in ("_proj", "_proj_with_mqa", ".w1", ".w2", ".w3", ".wq_b", ".wk")
+    f"{end}.weight"
+    for end in (
+        *("_proj", "_proj_with_mqa", ".w1", ".w2", ".w3", ".wq_b", ".wk"),
+        *(".wq_a", ".wkv", ".wo_a", ".wo_b"),
+    )
 )
 SCALED_DTYPES = {"I8": "int8", "F8_E4M3": "fp8"}  # of linear layers, if config.json says so
 CHANGING = (".bias", "_norm.weight", "layernorm.weight", "e_score_correction_bias", ".sinks")
+WHOLE_NUMBERS = ".tid2eid"  # experts by token id
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 ROWS_AT_ONCE = 4096  # of tied matrices that are compared
@@ -148,7 +156,9 @@ def open_checkpoint(path: str | Path) -> DirectoryCheckpoint:
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: not a directory; a checkpoint is a directory with config.json")
     config = load_config(directory)
-    stored = dict(_stored_tensors(directory))
+    stored: Stored = dict(_stored_tensors(directory))
+    if config.v4 is not None:
+        stored = by_table_names(stored, config.num_hidden_layers)
     config = msgspec.structs.replace(config, num_nextn_predict_layers=_count_mtp_layers(config, stored))
     _check_complete(directory, config, stored)
     _check_tied(directory, config, stored)
@@ -163,7 +173,7 @@ class DirectoryCheckpoint(Checkpoint):
     Tensors are read on demand from memory-mapped safetensors files.
     """
 
-    def __init__(self, directory: Path, config: ModelConfig, stored: dict[str, TensorFile]) -> None:
+    def __init__(self, directory: Path, config: ModelConfig, stored: Stored) -> None:
         super().__init__(directory.resolve().name, directory, config)
         self._stored = stored
 
@@ -173,6 +183,8 @@ class DirectoryCheckpoint(Checkpoint):
             raise CheckpointError(f"{self.directory}: the model has no tensor {name}")
         file = self._stored[found]
         match file.dtype(found):
+            case "I8" if self._is_fp4:
+                return from_fp4(file.tensor(found), self._scales(found))
             case "I8":
                 q, scale = self._int8(found)
                 return q.astype(np.float32) * scale
@@ -192,9 +204,19 @@ class DirectoryCheckpoint(Checkpoint):
 
     def int8(self, module: str) -> tuple[NDArray[np.int8], NDArray[np.float32]] | None:
         name = f"{module}.weight"
-        if name not in self._stored or self._stored[name].dtype(name) != "I8":
+        if self._is_fp4 or name not in self._stored or self._stored[name].dtype(name) != "I8":
             return None
         return self._int8(name)
+
+    @property
+    def _is_fp4(self) -> bool:
+        """Whether bytes that are called I8 are two numbers of four bits each."""
+        return self.config.v4 is not None
+
+    def _scales(self, name: str) -> NDArray[np.float32]:
+        """Read the scales of an FP8 or FP4 weight."""
+        name = f"{name}_scale_inv"
+        return powers_of_two(self._stored[name].tensor(name))
 
     def _int8(self, name: str) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
         scale = self._stored[f"{name}_scale"].float32(f"{name}_scale")
@@ -205,8 +227,7 @@ class DirectoryCheckpoint(Checkpoint):
         3.3.2)."""
         assert self.config.quantization is not None
         rows, columns = self.config.quantization.block
-        weight = self._stored[name].float32(name)
-        scale = self._stored[f"{name}_scale_inv"].float32(f"{name}_scale_inv")
+        weight, scale = self._stored[name].float32(name), self._scales(name)
         scale = np.repeat(np.repeat(scale, rows, axis=0), columns, axis=1)
         return weight * scale[: weight.shape[0], : weight.shape[1]]
 
@@ -239,7 +260,7 @@ def fallback(name: str, config: ModelConfig) -> str | None:
     return None
 
 
-def _find(name: str, config: ModelConfig, stored: dict[str, TensorFile]) -> str | None:
+def _find(name: str, config: ModelConfig, stored: Stored) -> str | None:
     """Find the stored tensor to read for `name`: itself, else its stand-in."""
     candidate: str | None = name
     while candidate is not None and candidate not in stored:
@@ -247,7 +268,7 @@ def _find(name: str, config: ModelConfig, stored: dict[str, TensorFile]) -> str 
     return candidate
 
 
-def _count_mtp_layers(config: ModelConfig, stored: dict[str, TensorFile]) -> int:
+def _count_mtp_layers(config: ModelConfig, stored: Stored) -> int:
     """Count the MTP layers of which the files hold at least a part; an incomplete one is an error found
     later."""
     count = 0
@@ -259,7 +280,7 @@ def _count_mtp_layers(config: ModelConfig, stored: dict[str, TensorFile]) -> int
     return count
 
 
-def _check_complete(directory: Path, config: ModelConfig, stored: dict[str, TensorFile]) -> None:
+def _check_complete(directory: Path, config: ModelConfig, stored: Stored) -> None:
     """Check from the headers alone that every tensor is there, with the right shape and a readable dtype.
     Raises CheckpointError if not."""
     expected = expected_tensors(config)
@@ -291,14 +312,16 @@ def _check_complete(directory: Path, config: ModelConfig, stored: dict[str, Tens
         dtype = stored[name].dtype(name)
         headers = {name: shape}
         if dtype in SCALED_DTYPES and _allows(config, dtype) and name.endswith(LINEAR_LAYERS):
-            scale, scale_shape = _scale_of(name, shape, config)
+            if config.v4 is not None and dtype == "I8":
+                headers[name] = (shape[0], -(-shape[1] // 2))
+            scale, scale_shape = _scale_of(name, shape, config, dtype)
             if scale not in stored:
                 wrong_dtype.append(f"{name} is {dtype} without {scale.rpartition('.')[2]}")
                 continue
             headers[scale] = scale_shape
-            if stored[scale].dtype(scale) not in SUPPORTED_DTYPES:
+            if stored[scale].dtype(scale) not in (*SUPPORTED_DTYPES, *SCALE_DTYPES):
                 wrong_dtype.append(f"{scale} is {stored[scale].dtype(scale)}")
-        elif dtype not in SUPPORTED_DTYPES:
+        elif dtype not in SUPPORTED_DTYPES and not (dtype == "I64" and name.endswith(WHOLE_NUMBERS)):
             wrong_dtype.append(f"{name} is {dtype}")
         for found, wanted in headers.items():
             seen = stored[found].shape(found)
@@ -315,7 +338,7 @@ def _check_complete(directory: Path, config: ModelConfig, stored: dict[str, Tens
         )
 
 
-def _check_tied(directory: Path, config: ModelConfig, stored: dict[str, TensorFile]) -> None:
+def _check_tied(directory: Path, config: ModelConfig, stored: Stored) -> None:
     """Refuse a head that differs from the embedding to which config.json ties it.
 
     vLLM then takes the embedding, and transformers the stored head, so neither would be right for everybody.
@@ -336,19 +359,25 @@ def _check_tied(directory: Path, config: ModelConfig, stored: dict[str, TensorFi
 
 def _allows(config: ModelConfig, dtype: str) -> bool:
     """Whether config.json announces tensors of this dtype."""
+    if config.v4 is not None:
+        return config.quantization is not None and config.quantization.kind == "fp8"
     return config.quantization is not None and SCALED_DTYPES[dtype] == config.quantization.kind
 
 
-def _scale_of(name: str, shape: tuple[int, ...], config: ModelConfig) -> tuple[str, tuple[int, ...]]:
+def _scale_of(
+    name: str, shape: tuple[int, ...], config: ModelConfig, dtype: str
+) -> tuple[str, tuple[int, ...]]:
     """Return name and shape of the scales of a quantised weight."""
     assert config.quantization is not None
+    if config.v4 is not None and dtype == "I8":
+        return f"{name}_scale_inv", (shape[0], -(-shape[1] // FP4_BLOCK))
     if config.quantization.kind == "int8":
         return f"{name}_scale", (shape[0], 1)
     rows, columns = config.quantization.block
     return f"{name}_scale_inv", (-(-shape[0] // rows), -(-shape[1] // columns))
 
 
-def _kept_float(config: ModelConfig, stored: dict[str, TensorFile]) -> frozenset[str]:
+def _kept_float(config: ModelConfig, stored: Stored) -> frozenset[str]:
     """List the linear layers, by name, that the recipe would have in INT8 and the checkpoint has in floating
     point."""
     weights = [name for name, row in stored_tensors(config).items() if row.kind == "int8" and name in stored]

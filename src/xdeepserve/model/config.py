@@ -39,6 +39,7 @@ from xdeepserve.model.families import (
     Scoring,
 )
 from xdeepserve.model.quant_config import QuantConfig, parse_quant_config
+from xdeepserve.model.v4.sizes import V4Sizes, v4_ropes
 from xdeepserve.reading import Document, unreadable
 
 LATENT_NORM_EPS = 1e-6  # MLA's q_norm and kv_norm do not follow rms_norm_eps
@@ -147,6 +148,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     index_head_dim: int = 0
     index_interleave: bool = False  # pairs of the indexer's RoPE, as `rope_interleave` says of attention's
     shared_choices: frozenset[int] = frozenset()  # layers without indexer: they see what was chosen before
+    v4: V4Sizes | None = None  # of DeepSeek-V4 alone
+    compress_rope: RopeConfig | None = (
+        None  # of its layers with compressed positions, which all else there has
+    )
     num_key_value_heads: int = 1  # of the KV cache; latents are one that all others share
     quantization: QuantConfig | None = None  # how the files store linear layers; None: in floating point
     # Linear layers that an INT8 checkpoint keeps in floating point though the int8 recipe quantises such:
@@ -184,7 +189,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @property
     def query_norm_eps(self) -> float:
         """Epsilon of the norm of a query's latent: in MLA 1e-6 whatever rms_norm_eps says."""
-        return LATENT_NORM_EPS if self.has_latents else self.rms_norm_eps
+        return LATENT_NORM_EPS if self.has_latents and self.v4 is None else self.rms_norm_eps
 
     @cached_property
     def key_columns(self) -> int:
@@ -228,7 +233,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return self.n_routed_experts // self.n_group
 
     def attention_of(self, layer_idx: int) -> AttentionKind:
-        """Kind of attention in a layer. MTP layers have an indexer of their own, if the others have any."""
+        """Kind of attention in a layer. MTP layers have an indexer of their own, if the others have any;
+        those of DeepSeek-V4 have a window alone."""
+        if self.v4 is not None:
+            return self.v4.layers[layer_idx] if layer_idx < self.num_hidden_layers else "window"
         return "dsa-shared" if layer_idx in self.shared_choices else self.attention
 
     def is_moe(self, layer_idx: int) -> bool:
@@ -319,7 +327,8 @@ class _ConfigReader(Reader):
                 self.problems.append(
                     f"architectures {abridged(name)} is not supported (only a ...ForCausalLM is)"
                 )
-        if self.family.attention != "dsa" and self.raw.get("index_topk") is not None:
+        own_keys = self.family.own_keys
+        if self.family.attention != "dsa" and not {"index_topk"} & own_keys and self.raw.get("index_topk"):
             self.problems.append(f"index_topk {NEEDS_INDEXER}, found {abridged(self.raw['model_type'])}")
         self.given = self.renamed()
         self.raw = {**self.family.defaults, **self.given}
@@ -327,14 +336,17 @@ class _ConfigReader(Reader):
         for key, values in {**ONLY, **self.family.only}.items():
             self.only(key, *values)
         for key in OFF:
-            self.off(key)
-        if self.raw.get("use_sliding_window") is None:  # a window that is not switched off is used
+            if key not in own_keys:
+                self.off(key)
+        if (
+            not {"sliding_window"} & own_keys and self.raw.get("use_sliding_window") is None
+        ):  # a window that is not switched off is used
             self.off("sliding_window")
         if not self.family.has_biases:
             self.off("attention_bias")
         for key, words in LAYER_TYPES.items():
             own = (self.family.layer_type,) if self.family.layer_type and key == "layer_types" else words
-            stated = self.raw.get(key)
+            stated = None if key in own_keys else self.raw.get(key)
             for word in stated if isinstance(stated, list) else () if stated is None else (stated,):
                 if word not in own:
                     self.problems.append(
@@ -381,6 +393,7 @@ class _ConfigReader(Reader):
         first_moe, other_dense = self.family.dense_layers(self, num_layers)
         self.same(MTP_KEYS[0], self, MTP_KEYS[1])
         mtp_key = next((key for key in MTP_KEYS if self.raw.get(key) is not None), MTP_KEYS[-1])
+        rope, compress_rope = self.both_ropes(max_position_embeddings)
         method = self.raw.get("topk_method")
         is_ungrouped = method == "greedy" or (self.is_null("n_group") and method != "group_limited_greedy")
         config = ModelConfig(
@@ -408,7 +421,8 @@ class _ConfigReader(Reader):
             norm_topk_prob=self.boolean("norm_topk_prob", True),
             routed_scaling_factor=self.number("routed_scaling_factor", 2.5),
             rms_norm_eps=self.number("rms_norm_eps", 1e-6, above=0),
-            rope=self.rope_config(max_position_embeddings),
+            rope=rope,
+            compress_rope=compress_rope,
             max_position_embeddings=max_position_embeddings,
             num_nextn_predict_layers=0 if self.is_null(mtp_key) else self.integer(mtp_key, 1, minimum=0),
             tie_word_embeddings=self.boolean("tie_word_embeddings", False),
@@ -421,6 +435,29 @@ class _ConfigReader(Reader):
         if not self.problems:
             self.problems += _inconsistencies(config)
         return config
+
+    def both_ropes(self, max_position_embeddings: int) -> tuple[RopeConfig, RopeConfig | None]:
+        """Read the RoPE of all layers, and in DeepSeek-V4 that of layers with compressed positions, which
+        alone is stretched."""
+        if self.family.attention != "window":
+            return self.rope_config(max_position_embeddings), None
+        spelled = self.raw.get("rope_parameters") or self.raw.get("rope_scaling") or {}
+        main, compressed = v4_ropes(spelled, self.problems)
+        return (
+            self.rope_of(main, "rope_theta", 10000.0, max_position_embeddings),
+            self.rope_of(compressed, "compress_rope_theta", 160000.0, max_position_embeddings),
+        )
+
+    def rope_of(
+        self, spelled: dict[str, Any], key: str, theta: float, max_position_embeddings: int
+    ) -> RopeConfig:
+        """Read one of several RoPEs, whose base is in it, or outside as `key`."""
+        raw: dict[str, Any] = {"rope_scaling": spelled}
+        if spelled.get("rope_theta") is None:
+            raw["rope_theta"] = self.number(key, theta, above=1)
+        reader = _ConfigReader(raw, problems=self.problems)
+        reader.family = self.family
+        return reader.rope_config(max_position_embeddings)
 
     def rope_config(self, max_position_embeddings: int) -> RopeConfig:
         """Read RoPE in either spelling."""

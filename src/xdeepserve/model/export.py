@@ -15,7 +15,8 @@ from safetensors.numpy import save_file
 
 from xdeepserve.bf16 import to_bf16
 from xdeepserve.model.answer_lengths import FILE as ANSWER_LENGTHS
-from xdeepserve.model.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, fallback
+from xdeepserve.model.checkpoint import INDEX_FILE, SINGLE_FILE, WHOLE_NUMBERS, Checkpoint, fallback
+from xdeepserve.model.v4.tables import published
 
 COMPANIONS = (
     "config.json",
@@ -44,7 +45,10 @@ def write_checkpoint(
         if source.is_file() and source.resolve() != (directory / companion).resolve():
             shutil.copyfile(source, directory / companion)
     if max_shard_bytes is None:
-        tensors = {name: to_storage(array, dtype) for name, array in _distinct_tensors(checkpoint)}
+        tensors = {
+            _published(name, checkpoint): to_storage(array, dtype, name)
+            for name, array in _distinct_tensors(checkpoint)
+        }
         save_file(tensors, directory / SINGLE_FILE, metadata={"format": "pt"})
         return
     shards = _plan_shards(checkpoint, dtype, max_shard_bytes)
@@ -52,17 +56,27 @@ def write_checkpoint(
     total_size = 0
     for shard_idx, names in enumerate(shards, start=1):
         file = f"model-{shard_idx:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {name: to_storage(checkpoint.tensor(name), dtype) for name in names}
+        tensors = {
+            _published(name, checkpoint): to_storage(checkpoint.tensor(name), dtype, name) for name in names
+        }
         save_file(tensors, directory / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(names, file)
+        weight_map |= dict.fromkeys(tensors, file)
         total_size += sum(array.nbytes for array in tensors.values())
     index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
     (directory / INDEX_FILE).write_text(json.dumps(index, indent=1) + "\n")
 
 
-def to_storage(array: NDArray[np.float32], dtype: StorageDtype) -> NDArray[np.generic]:
+def _published(name: str, checkpoint: Checkpoint) -> str:
+    """Return the name that a tensor has in files of its family."""
+    config = checkpoint.config
+    return name if config.v4 is None else published(name, config.num_hidden_layers)
+
+
+def to_storage(array: NDArray[np.float32], dtype: StorageDtype, name: str = "") -> NDArray[np.generic]:
     """Convert a float32 array to the stored type; BF16 becomes ml_dtypes' type, which the safetensors library
-    knows."""
+    knows, and a table of whole numbers int64."""
+    if name.endswith(WHOLE_NUMBERS):
+        return array.astype(np.int64)
     if dtype == "f32":
         return array
     return to_bf16(array).view(ml_dtypes.bfloat16)

@@ -13,11 +13,12 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from xdeepserve.model.config_reader import Reader, abridged
+from xdeepserve.model.v4 import sizes as v4
 
-AttentionKind: TypeAlias = Literal["mla", "gqa", "dsa", "dsa-shared"]
+AttentionKind: TypeAlias = Literal["mla", "gqa", "dsa", "dsa-shared", "window", "csa", "hca"]
 QKNorm: TypeAlias = Literal["none", "head", "all"]
-ExpertNames: TypeAlias = Literal["deepseek", "mixtral"]
-Scoring: TypeAlias = Literal["sigmoid", "softmax"]
+ExpertNames: TypeAlias = Literal["deepseek", "mixtral", "v4"]
+Scoring: TypeAlias = Literal["sigmoid", "softmax", "sqrtsoftplus"]
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 # What no family here computes. A key that is neither read nor listed is taken to change no answer.
@@ -104,8 +105,10 @@ class Family(NamedTuple):
     attention     what its layers attend with, and what the KV cache has: `mla`, latents that all heads share;
                   `gqa`, a key and a value for each group of heads; `dsa`, those of latents that an indexer
                   has chosen, whose keys are in the cache, too; `dsa-shared`, a layer of such a model that
-                  has no indexer, and sees what was chosen for the one before
+                  has no indexer, and sees what was chosen for the one before; `window`, `csa`, `hca`: see
+                  v4/sizes.py
     scoring       how a router's logits become scores: each by itself, or all experts' together
+    own_keys      keys of OFF that it has, and others that it reads in a way of its own
     names         keys that it calls otherwise: its name -> DeepSeek-V3's; counts of experts in any family
     defaults      of keys that are absent, where transformers' config class has others than DeepseekV3Config
     dense_layers  from a config.json and its number of layers: how many layers are dense before the first with
@@ -123,6 +126,7 @@ class Family(NamedTuple):
 
     attention: AttentionKind = "mla"
     scoring: Scoring = "sigmoid"
+    own_keys: frozenset[str] = frozenset()
     names: Mapping[str, str] = EXPERT_COUNTS
     defaults: Mapping[str, Any] = NOTHING
     dense_layers: Callable[[Reader, int], tuple[int, frozenset[int]]] = _first_dense
@@ -220,6 +224,7 @@ HEAD_SIZES: dict[AttentionKind, Callable[[Reader, Family, int, int], dict[str, A
     "gqa": _gqa_sizes,
     "dsa": _dsa_sizes,
     "dsa-shared": _dsa_sizes,
+    "window": lambda reader, family, heads, hidden: v4.read_sizes(reader, heads),
 }
 """Fields of a ModelConfig that tell of heads, from a config.json, the number of heads and the hidden size."""
 
@@ -390,5 +395,25 @@ FAMILIES: dict[str, Family] = {
             "rope_interleave": (True,),
         },
         best_of_group=1,
+    ),
+    "deepseek_v4": Family(
+        attention="window",
+        scoring="sqrtsoftplus",
+        own_keys=v4.OWN_KEYS,
+        names=EXPERT_COUNTS | {"intermediate_size": "moe_intermediate_size"},
+        defaults={
+            "hidden_size": 4096,
+            "intermediate_size": 1,  # no layer is dense
+            "num_hidden_layers": 43,
+            "num_attention_heads": 64,
+            "num_experts_per_tok": 6,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.5,
+            "max_position_embeddings": 1048576,
+        },
+        dense_layers=lambda reader, num_layers: (0, frozenset()),
+        expert_names="v4",
+        partial_rotary=64 / 512,
     ),
 }

@@ -20,8 +20,10 @@ from xdeepserve.bf16 import round_bf16
 from xdeepserve.model import canonical as c
 from xdeepserve.model.canonical import F32, Array
 from xdeepserve.model.config import INDEX_NORM_EPS, LATENT_NORM_EPS, ModelConfig
-from xdeepserve.model.families import AttentionKind
+from xdeepserve.model.families import AttentionKind, Scoring
 from xdeepserve.model.tensors import MTP, Layer, Linear, ModelWeights, find
+from xdeepserve.model.v4 import canonical as v4_canonical
+from xdeepserve.model.v4 import equations as v4
 from xdeepserve.model.weights import NO_BIAS, Recipe, TensorSource, load_weights
 
 # Of each expert: the tokens [n] and slots [n] that chose it, and what it made of them [n, H].
@@ -70,11 +72,16 @@ class Chooses(Arithmetic, Protocol):
 
 
 def block(m: Arithmetic, h: Array) -> Array:
-    """Compute a transformer layer, h [T, H] -> [T, H]."""
-    eps = m.config.rms_norm_eps
-    h = h + ATTENTION[m.attention](m, m.norm(h, "attn_norm", eps))
-    x = m.norm(h, "ffn_norm", eps)
-    return h + (moe(m, x) if m.has("gate") else mlp(m, x, "mlp"))
+    """Compute a transformer layer, h [T, H] -> [T, H]; or with hyper-connections, [T, n, H] -> the same."""
+    h = connected(m, h, "attn", lambda x: ATTENTION[m.attention](m, x))
+    return connected(m, h, "ffn", lambda x: moe(m, x) if m.has("gate") else mlp(m, x, "mlp"))
+
+
+def connected(m: Arithmetic, h: Array, name: str, part: Callable[[Array], Array]) -> Array:
+    """Compute a half of a layer, `attn` or `ffn`, on rows that have been normed, and add it to the rows."""
+    if m.config.v4 is not None:
+        return v4.connected(m, h, name, part)
+    return h + part(m.norm(h, f"{name}_norm", m.config.rms_norm_eps))
 
 
 def mla(m: Arithmetic, x: Array) -> Array:
@@ -128,6 +135,9 @@ ATTENTION: dict[AttentionKind, Callable[[Any, Array], Array]] = {
     "gqa": gqa,
     "dsa": dsa,
     "dsa-shared": dsa,
+    "window": v4.attend,
+    "csa": v4.attend,
+    "hca": v4.attend,
 }
 
 
@@ -205,15 +215,29 @@ def rounded_to_int8(x: Array) -> Array:
     return q.astype(F32) * scale[..., None]
 
 
+SCORES: dict[Scoring, Callable[[Array], Array]] = {
+    "sigmoid": c.sigmoid,
+    "softmax": c.softmax,
+    "sqrtsoftplus": v4_canonical.sqrt_softplus,
+}
+"""A router's scores by its logits."""
+
+
 class Canonical:
     """A layer of prepared weights in the arithmetic of `canonical`; MLA in its weight-absorbed form."""
 
     def __init__(
-        self, config: ModelConfig, recipe: Recipe, weights: Layer | MTP, cos: Array, sin: Array
+        self,
+        config: ModelConfig,
+        recipe: Recipe,
+        weights: Layer | MTP | ModelWeights,
+        cos: Array,
+        sin: Array,
+        token_ids: Sequence[int] = (),
     ) -> None:
         """Take the weights of a layer; cos and sin [T, R / 2] belong to the rows' positions."""
         self.config, self.recipe, self.is_int8, self.weights = config, recipe, recipe == "int8", weights
-        self.cos, self.sin = cos, sin
+        self.cos, self.sin, self.token_ids = cos, sin, token_ids
         self.attention = weights.attention if isinstance(weights, Layer) else config.attention
         self.chosen: list[Array] = []
 
@@ -244,9 +268,11 @@ class Canonical:
             return c.matmul_blocked(c.factors(x), layer.w, product=c.matmul_exact)
         return c.matmul_blocked(x, layer.w)
 
-    def rope(self, x: Array) -> Array:
-        """Rotate the last columns of x by the rows' positions."""
-        cos, sin = (self.cos, self.sin) if x.ndim == 2 else (self.cos[:, None], self.sin[:, None])
+    def rope(self, x: Array, back: bool = False, step: int = 1) -> Array:
+        """Rotate the last columns of x by the rows' positions, or back; or by every `step`-th of them."""
+        cos, sin = self.cos[::step][: len(x)], self.sin[::step][: len(x)]
+        cos, sin = (cos, sin) if x.ndim == 2 else (cos[:, None], sin[:, None])
+        sin = -sin if back else sin
         still, turned = np.split(x, [x.shape[-1] - 2 * cos.shape[-1]], axis=-1)
         return np.concatenate([still, c.rope(turned, cos, sin)], axis=-1)
 
@@ -291,6 +317,28 @@ class Canonical:
         o = product(self.recipe, o_lat.transpose(1, 0, 2), layer.w_uv).transpose(1, 0, 2)  # [T, N, V]
         return np.ascontiguousarray(o).reshape(len(q), -1)
 
+    def product(self, x: Array, name: str) -> Array:
+        """Multiply x [B, M, K] by matrices [B, K, N] that are never quantised."""
+        return product(self.recipe, x, find(self.weights, name))
+
+    def attend_latents(self, q: Array, latent: Array, k_pe: Array, seen: Sequence[Array]) -> Array:
+        """Attend with latents that are keys and values, q [T, N, D] -> [T, N, D], each token to some."""
+        scale, sinks, still = None, find(self.weights, "sinks"), latent.shape[1]
+        if self.is_int8:
+            latent, scale = c.quantize_rows(latent)
+        found = np.empty_like(q)
+        for t, at in enumerate(seen):
+            found[t, :, :still], found[t, :, still:] = v4_canonical.sink_attention(
+                np.ascontiguousarray(q[t, :, :still]),
+                np.ascontiguousarray(q[t, :, still:]),
+                latent[at],
+                None if scale is None else scale[at],
+                k_pe[at],
+                self.config.softmax_scale,
+                sinks,
+            )
+        return found
+
     def attend_grouped(self, q: Array, k: Array, v: Array) -> Array:
         scale: Array | None = None
         if self.is_int8:  # the values of the KV cache are INT8
@@ -305,12 +353,20 @@ class Canonical:
         return out.reshape(len(q), -1)
 
     def swiglu(self, gate_up: Array) -> Array:
+        if self.config.v4 is not None:
+            return v4_canonical.swiglu(gate_up, self.config.v4.swiglu_limit)
         return c.swiglu(gate_up)
 
     def route(self, x: Array) -> tuple[Array, Array]:
         gate, bias = find(self.weights, "gate"), find(self.weights, "bias")
-        scores = {"sigmoid": c.sigmoid, "softmax": c.softmax}[self.config.scoring]
-        return route(self.config, scores(c.matmul(x, gate)), NO_BIAS if bias is None else bias)
+        scored = SCORES[self.config.scoring](c.matmul(x, gate))
+        by_token = find(self.weights, "by_token")
+        if by_token is None:
+            return route(self.config, scored, NO_BIAS if bias is None else bias)
+        topk_idx = by_token[np.asarray(self.token_ids, np.int64)].astype(np.int32)
+        return topk_idx, c.expert_weights(
+            scored, topk_idx, self.config.norm_topk_prob, self.config.routed_scaling_factor
+        )
 
     def combine(self, outputs: Outputs, topk_weights: Array, shared: Array | None) -> Array:
         """Combine experts' outputs in top-k slot order. In the INT8 recipe all outputs cross the pod as BF16
@@ -341,13 +397,27 @@ class Reference:
 
     def hidden(self, token_ids: Sequence[int]) -> Array:
         """Return the main model's hidden states after the final norm, [T, H]."""
+        return self._normed(self.rows(token_ids), self.weights)
+
+    def rows(self, token_ids: Sequence[int]) -> Array:
+        """Return the rows behind the main model's last layer, [T, H], or with hyper-connections [T, n, H]."""
         h = self.weights.embed[np.asarray(token_ids, np.int64)]
+        if self.config.v4 is not None:
+            h = np.repeat(h[:, None], self.config.v4.hc_mult, axis=1)
         chosen: list[Array] = []
         for layer in self.weights.layers:
-            m = self._layer(layer, len(h))
+            m = self._layer(layer, token_ids)
             m.chosen = chosen
             h, chosen = block(m, h), m.chosen
-        return c.rms_norm(h, self.weights.norm, self.config.rms_norm_eps)
+        return h
+
+    def _normed(self, rows: Array, ends: ModelWeights | MTP) -> Array:
+        """Norm rows behind the last layer for the head, [T, H]."""
+        if self.config.v4 is not None:
+            rows = v4.merged(
+                Canonical(self.config, self.recipe, ends, self.weights.cos, self.weights.sin), rows
+            )
+        return c.rms_norm(rows, ends.norm, self.config.rms_norm_eps)
 
     def mtp_logits(self, token_ids: Sequence[int], depth: int = 1, reuse: bool = False) -> Array:
         """Return MTP's logits, float32 [T - depth, vocab]: row i is the distribution of token i + depth + 1,
@@ -356,17 +426,25 @@ class Reference:
         Depth d is MTP layer d if the checkpoint has that many, else (or with `reuse`) the first one again. It
         continues from the normed hidden states of depth d - 1; depth 0 is the main model.
         """
-        layers, eps = self.weights.mtp, self.config.rms_norm_eps
+        layers, has_streams = self.weights.mtp, self.config.v4 is not None
         assert layers, "this checkpoint has no MTP layer"
-        hidden, mtp = self.hidden(token_ids), layers[0]
+        hidden, mtp = self.rows(token_ids), layers[0]
+        hidden = hidden if has_streams else self._normed(hidden, self.weights)
         for d in range(1, depth + 1):
             mtp = layers[0] if reuse or d > len(layers) else layers[d - 1]
             embedding = mtp.embed[np.asarray(token_ids[d:], np.int64)]
-            h = mtp_input(self._layer(mtp, len(embedding)), embedding, hidden[:-1])
-            h = block(self._layer(mtp.layer, len(h)), h)
-            hidden = c.rms_norm(h, mtp.norm, eps)
-        return linear(self.recipe, hidden, mtp.head)
+            ids = token_ids[d:]
+            h = (v4.mtp_input if has_streams else mtp_input)(self._layer(mtp, ids), embedding, hidden[:-1])
+            h = block(self._layer(mtp.layer, ids), h)
+            hidden = h if has_streams else self._normed(h, mtp)
+        return linear(self.recipe, self._normed(h, mtp) if has_streams else hidden, mtp.head)
 
-    def _layer(self, weights: Layer | MTP, num_tokens: int) -> Canonical:
-        cos, sin = self.weights.cos[:num_tokens], self.weights.sin[:num_tokens]
-        return Canonical(self.config, self.recipe, weights, cos, sin)
+    def _layer(self, weights: Layer | MTP, token_ids: Sequence[int]) -> Canonical:
+        """Return a layer with the RoPE of rows whose tokens are `token_ids`."""
+        ends, count = self.weights, len(token_ids)
+        cos, sin = ends.cos[:count], ends.sin[:count]
+        if isinstance(weights, Layer) and weights.attention in ("csa", "hca"):
+            assert ends.compress_cos is not None
+            assert ends.compress_sin is not None
+            cos, sin = ends.compress_cos[:count], ends.compress_sin[:count]
+        return Canonical(self.config, self.recipe, weights, cos, sin, token_ids)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from xdeepserve.bf16 import round_bf16
 from xdeepserve.errors import CheckpointError
-from xdeepserve.model.checkpoint import Checkpoint, fallback
+from xdeepserve.model.checkpoint import WHOLE_NUMBERS, Checkpoint, fallback
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.tensors import stored_tensors
 
@@ -73,6 +73,11 @@ class SeededCheckpoint(Checkpoint):
         if (other := fallback(name, self.config)) is not None:
             return self.tensor(other)
         shape = self._rows[name].stored_shape(self.config)
+        if name.endswith(WHOLE_NUMBERS):
+            words = hash_words(self.seed, name, math.prod(shape)) % np.uint32(self.config.n_routed_experts)
+            return words.astype(np.float32).reshape(shape)
+        if name.endswith((".base", ".scale", ".ape", ".attn_sink", "gate.bias")):
+            return normal_tensor(self.seed, name, shape, deviation=0.5, mean=0.5 * name.endswith(".scale"))
         if name.endswith("norm.weight"):
             return normal_tensor(self.seed, name, shape, deviation=0.1, mean=1.0)
         if name.endswith("e_score_correction_bias"):

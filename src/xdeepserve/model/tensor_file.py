@@ -17,6 +17,8 @@ from safetensors import SafetensorError, safe_open
 from xdeepserve.bf16 import from_bf16
 from xdeepserve.errors import CheckpointError
 
+WITHOUT_NUMPY = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e8m0fnu}
+
 
 class TensorFile:
     """Safetensors file opened for reading, with its header.
@@ -49,15 +51,15 @@ class TensorFile:
             raise CheckpointError(
                 f"{self.path}: cut from {self._nbytes} to {nbytes} bytes while it was in use"
             )
-        if self.dtype(name) != "F8_E4M3":
+        if (dtype := self.dtype(name)) not in WITHOUT_NUMPY:
             array: NDArray[Any] = self._handle.get_tensor(name)
             return array
-        # The safetensors library has no NumPy type for FP8, but the file's layout is simple.
+        # The safetensors library has no NumPy type for these, but the file's layout is simple.
         with self.path.open("rb") as file:
             (header_size,) = struct.unpack("<Q", file.read(8))
             begin, end = json.loads(file.read(header_size))[name]["data_offsets"]
             file.seek(8 + header_size + begin)
-            data = np.frombuffer(file.read(end - begin), dtype=ml_dtypes.float8_e4m3fn)
+            data = np.frombuffer(file.read(end - begin), dtype=WITHOUT_NUMPY[dtype])
         return data.reshape(self.shape(name))
 
     def rows(self, name: str, start: int, stop: int) -> NDArray[Any]:
@@ -67,7 +69,35 @@ class TensorFile:
 
     def float32(self, name: str) -> NDArray[np.float32]:
         """Read a floating-point tensor as float32, C-contiguous."""
-        array = self.tensor(name)
-        if array.dtype == ml_dtypes.bfloat16:
-            return from_bf16(array.view(np.uint16))
-        return np.ascontiguousarray(array, dtype=np.float32)
+        return in_float32(self.tensor(name))
+
+
+def in_float32(array: NDArray[Any]) -> NDArray[np.float32]:
+    """Return floating-point numbers, or whole ones, as float32, C-contiguous."""
+    if array.dtype == ml_dtypes.bfloat16:
+        return from_bf16(array.view(np.uint16))
+    return np.ascontiguousarray(array, dtype=np.float32)
+
+
+class RenamedTensor:
+    """Tensor of a file under another name, or some rows of one of several that are stored as one."""
+
+    def __init__(self, file: TensorFile, name: str, part: tuple[int, slice] | None = None) -> None:
+        self.path, self._file, self._name, self._part = file.path, file, name, part
+
+    def dtype(self, name: str) -> str:
+        return self._file.dtype(self._name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        shape = self._file.shape(self._name)
+        return shape if self._part is None else (len(range(shape[1])[self._part[1]]), *shape[2:])
+
+    def tensor(self, name: str) -> NDArray[Any]:
+        array = self._file.tensor(self._name)
+        return array if self._part is None else np.ascontiguousarray(array[self._part])
+
+    def rows(self, name: str, start: int, stop: int) -> NDArray[Any]:
+        return self.tensor(name)[start:stop]
+
+    def float32(self, name: str) -> NDArray[np.float32]:
+        return in_float32(self.tensor(name))

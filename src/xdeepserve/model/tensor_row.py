@@ -19,7 +19,7 @@ Shape: TypeAlias = tuple[int, ...]
 def sizes(c: ModelConfig) -> dict[str, int]:
     """Return the sizes behind the letters in shapes."""
     heads, nope, rope = c.num_attention_heads, c.qk_nope_head_dim, c.qk_rope_head_dim
-    return {
+    return _v4_sizes(c) | {
         "vocab": c.vocab_size,
         "H": c.hidden_size,
         "2H": 2 * c.hidden_size,
@@ -44,10 +44,33 @@ def sizes(c: ModelConfig) -> dict[str, int]:
         "NX": c.index_n_heads * c.index_head_dim,
         "NI": c.index_n_heads,
         "E": c.n_routed_experts,
-        "B": c.n_routed_experts if c.scoring == "sigmoid" else 0,
+        "B": c.n_routed_experts if c.scoring != "softmax" else 0,
         "I": c.intermediate_size,
         "M": c.moe_intermediate_size,
         "S": c.n_shared_experts * c.moe_intermediate_size,
+    }
+
+
+def _v4_sizes(c: ModelConfig) -> dict[str, int]:
+    """Return the sizes behind the letters that DeepSeek-V4 alone has."""
+    if (v4 := c.v4) is None:
+        return {}
+    n, group = v4.hc_mult, c.num_attention_heads * c.v_head_dim // v4.o_groups
+    return {
+        "n": n,
+        "nH": n * c.hidden_size,
+        "(2+n)n": (2 + n) * n,
+        "3": 3,
+        "1": 1,
+        "G": v4.o_groups,
+        "O": v4.o_lora_rank,
+        "GO": v4.o_groups * v4.o_lora_rank,
+        "NV/G": group,
+        "2V": 2 * c.v_head_dim,
+        "2X": 2 * c.index_head_dim,
+        "mC": v4.csa_rate,
+        "mH": v4.hca_rate,
+        "K": c.num_experts_per_tok,
     }
 
 

@@ -57,6 +57,7 @@ from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.families import AttentionKind, ExpertNames
 from xdeepserve.model.tensor_row import Tensor
+from xdeepserve.model.v4 import tables as v4
 
 
 def _gate_up(mlp: str) -> tuple[str, str]:
@@ -86,7 +87,7 @@ MIXTRAL_MOE = (
     ),
     Tensor("experts.w2", ("block_sparse_moe.experts.{}.w2",), "H M", "int8"),
 )
-EXPERTS: dict[ExpertNames, tuple[Tensor, ...]] = {"deepseek": MOE, "mixtral": MIXTRAL_MOE}
+EXPERTS: dict[ExpertNames, tuple[Tensor, ...]] = {"deepseek": MOE, "mixtral": MIXTRAL_MOE, "v4": v4.MOE}
 MTP_LAYER = (  # what an MTP layer has behind its decoder layer
     Tensor("embed", ("embed_tokens",), "vocab H"),
     Tensor("enorm", ("enorm",), "H"),
@@ -103,6 +104,8 @@ HEAD = (Tensor("norm", ("model.norm",), "H"), Tensor("head", ("lm_head",), "voca
 def layer_tensors(config: ModelConfig, layer_idx: int) -> tuple[Tensor, ...]:
     """List the rows present in a decoder layer."""
     feed = EXPERTS[config.expert_names] if config.is_moe(layer_idx) else DENSE
+    if config.v4 is not None and layer_idx in config.v4.hash_layers:
+        feed = v4.HASH_MOE
     rows = (*ATTENTION[config.attention_of(layer_idx)], *feed)
     return tuple(row for row in rows if all(row.stored_shape(config)))
 
@@ -135,7 +138,13 @@ def layer_section(config: ModelConfig, layer_idx: int) -> Section:
 
 def mtp_section(config: ModelConfig, depth: int) -> Section:
     """Return the rows of MTP layer `depth` behind its decoder layer."""
-    return Section(f"mtp.{depth}.", f"model.layers.{config.num_hidden_layers + depth}.", MTP_LAYER)
+    rows = MTP_LAYER if config.v4 is None else v4.MTP_LAYER
+    return Section(f"mtp.{depth}.", f"model.layers.{config.num_hidden_layers + depth}.", rows)
+
+
+def head_section(config: ModelConfig) -> Section:
+    """Return the section of norm and head."""
+    return Section("", "", HEAD if config.v4 is None else v4.HEAD)
 
 
 def sections(config: ModelConfig, num_mtp: int | None = None) -> Iterator[Section]:
@@ -146,7 +155,7 @@ def sections(config: ModelConfig, num_mtp: int | None = None) -> Iterator[Sectio
     for depth in range(stored if num_mtp is None else min(num_mtp, stored)):
         yield layer_section(config, num_main + depth)
         yield mtp_section(config, depth)
-    yield Section("", "", HEAD)
+    yield head_section(config)
 
 
 def stored_tensors(config: ModelConfig) -> dict[str, Tensor]:
@@ -191,6 +200,7 @@ class MoE:
     bias: Array  # [E], selects but does not weigh; [0] without one
     experts: MLP | None  # stacked; None on a die that holds none
     shared: MLP | None
+    by_token: Array | None = None  # [vocab, K], each token's experts where its id alone decides; no bias then
 
 
 _KINDS: dict[Hashable, int] = {}
@@ -243,6 +253,24 @@ class Layer(Weights):
     index_gate: Array | None = None  # [H, heads]: what each head's score counts
     wo: Linear
     ffn_norm: Array
+    # DeepSeek-V4 (v4/): hyper-connections of both halves, attention's sinks, each group's first output
+    # projection, and what compresses positions to entries, of the cache and of the indexer
+    hc_attn_fn: Array | None = None
+    hc_attn_base: Array | None = None
+    hc_attn_scale: Array | None = None
+    hc_ffn_fn: Array | None = None
+    hc_ffn_base: Array | None = None
+    hc_ffn_scale: Array | None = None
+    sinks: Array | None = None
+    wo_a: Array | None = None
+    entry_kv: Array | None = None
+    entry_gate: Array | None = None
+    entry_ape: Array | None = None
+    entry_norm: Array | None = None
+    index_entry_kv: Array | None = None
+    index_entry_gate: Array | None = None
+    index_entry_ape: Array | None = None
+    index_entry_norm: Array | None = None
     mlp: MLP | None
     moe: MoE | None
     int8_attention: bool  # both products of attention are INT8 if the recipe is, see canonical.attention
@@ -252,7 +280,12 @@ class Layer(Weights):
 class MTP:
     enorm: Array
     hnorm: Array
-    eh_proj: Linear  # [2H, H], never quantised
+    eh_proj: Linear | None = None  # [2H, H], never quantised; DeepSeek-V4 has two of [H, H]
+    e_proj: Linear | None = None
+    h_proj: Linear | None = None
+    hc_head_fn: Array | None = None  # what each of DeepSeek-V4's streams counts in the row before the norm
+    hc_head_base: Array | None = None
+    hc_head_scale: Array | None = None
     layer: Layer
     norm: Array
     embed: Array
@@ -267,10 +300,15 @@ class ModelWeights:
     head: Linear  # [H, vocab], never quantised
     cos: Array  # [positions, rope / 2]
     sin: Array
+    compress_cos: Array | None = None  # the same of layers with compressed positions
+    compress_sin: Array | None = None
+    hc_head_fn: Array | None = None
+    hc_head_base: Array | None = None
+    hc_head_scale: Array | None = None
     mtp: list[MTP]  # the layers of multi-token prediction, in order of the token they look ahead to
 
 
-def find(weights: Layer | MTP, name: str) -> Any:
+def find(weights: Layer | MTP | ModelWeights, name: str) -> Any:
     """Find the weights of the row `name`: a Linear, an array, or None."""
     first, _, rest = name.partition(".")
     owner = weights if hasattr(weights, first) else getattr(weights, "moe", None)

@@ -36,7 +36,6 @@ from xdeepserve.model.sharding import WHOLE, Shard
 from xdeepserve.model.tensor_row import Tensor
 from xdeepserve.model.tensors import (
     EMBEDDING,
-    HEAD,
     MLP,
     MTP,
     Held,
@@ -45,6 +44,7 @@ from xdeepserve.model.tensors import (
     ModelWeights,
     MoE,
     Section,
+    head_section,
     layer_section,
     mtp_section,
     sections,
@@ -98,11 +98,16 @@ def weight_specs(
     `num_mtp` MTP layers (default: all). Callers share the result, so they must not change it."""
     experts = config.n_routed_experts if num_experts is None else num_experts
     rotary = ArraySpec((num_positions, config.qk_rope_head_dim // 2), F32)
-    specs = {"cos": rotary, "sin": rotary}
+    specs = dict.fromkeys(ropes(config), rotary)
     for section in sections(config, num_mtp):
         for row in section.rows:
             specs |= _row_specs(config, section, row, recipe == "int8", experts)
     return specs
+
+
+def ropes(config: ModelConfig) -> list[str]:
+    """List the names of RoPE's tables."""
+    return ["cos", "sin", *(["compress_cos", "compress_sin"] if config.compress_rope else [])]
 
 
 NO_BIAS = np.empty(0, F32)
@@ -140,7 +145,7 @@ class _Preparer:
         if row.kind == "plain":
             yield "", row.arrange(c, self.tensor(f"{modules[0]}.{row.parameter}"))
         elif row.kind != "int8" or not self.is_int8 or _is_kept_float(c, row, source):
-            w = row.arrange(c, self.stacked(modules)).swapaxes(-1, -2)
+            w = row.arrange(c, self.stacked(modules, row.parameter)).swapaxes(-1, -2)
             yield "", np.ascontiguousarray(factors(w) if self.is_int8 and row.kind != "router" else w)
         else:
             stored = [self.stored_int8(module) for module in modules]
@@ -160,9 +165,9 @@ class _Preparer:
         pair = self.source.int8(module)
         return pair and (pair[0], _finite(pair[1], f"{module}.weight_scale"))
 
-    def stacked(self, modules: Sequence[str]) -> Array:
+    def stacked(self, modules: Sequence[str], parameter: str = "weight") -> Array:
         """Stack the modules' weights [out, in], one below the other."""
-        weights = [self.tensor(f"{module}.weight") for module in modules]
+        weights = [self.tensor(f"{module}.{parameter}") for module in modules]
         return weights[0] if len(weights) == 1 else np.concatenate(weights)
 
 
@@ -180,8 +185,13 @@ def iter_weights(
 ) -> Iterator[Prepared]:
     """Yield every prepared array once: (name, routed expert or None, array); one tensor at a time. `names`
     restricts this to some arrays, and perhaps others made with them."""
-    cos, sin = rope_tables(source.config.rope, source.config.qk_rope_head_dim, num_positions)
-    yield from (("cos", None, cos), ("sin", None, sin))
+    tables = [
+        table
+        for rope in (source.config.rope, source.config.compress_rope)
+        if rope is not None
+        for table in rope_tables(rope, source.config.qk_rope_head_dim, num_positions)
+    ]
+    yield from ((name, None, table) for name, table in zip(ropes(source.config), tables, strict=True))
     preparer = _Preparer(source, recipe)
     for section in sections(source.config, num_mtp):
         yield from preparer.section(section, names=names)
@@ -256,7 +266,10 @@ def assemble(
             return MLP(found.pop(f"{name}.w13"), found.pop(f"{name}.w2"))
 
         dense, experts, shared = mlp("mlp"), mlp("experts"), mlp("shared")
-        moe = None if dense else MoE(found.pop("gate"), found.pop("bias", NO_BIAS), experts, shared)
+        moe = None
+        if not dense:
+            bias, by_token = found.pop("bias", NO_BIAS), found.pop("by_token", None)
+            moe = MoE(found.pop("gate"), bias, experts, shared, by_token)
         int8_attention = layer_idx in config.int8_attention
         kind = config.attention_of(layer_idx)
         return Layer(**found, attention=kind, mlp=dense, moe=moe, int8_attention=int8_attention)
@@ -265,10 +278,12 @@ def assemble(
     depths = [depth for depth in range(config.num_nextn_predict_layers) if f"mtp.{depth}.embed" in arrays]
     return ModelWeights(
         **fields(Section("", "", EMBEDDING)),
-        **fields(Section("", "", HEAD)),
+        **fields(head_section(config)),
         layers=[layer(layer_idx) for layer_idx in range(num_main)],
         cos=arrays["cos"],
         sin=arrays["sin"],
+        compress_cos=arrays.get("compress_cos"),
+        compress_sin=arrays.get("compress_sin"),
         mtp=[MTP(**fields(mtp_section(config, depth)), layer=layer(num_main + depth)) for depth in depths],
     )
 

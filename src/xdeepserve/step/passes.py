@@ -72,6 +72,7 @@ def _mtp_input(f: Frame) -> None:
     """Compute h [T, H] = eh_proj . concat[enorm(embedding of tokens [T]), hnorm(states of rows [T])]."""
     c, mtp, count = f.config, f.ends, len(f.h)
     assert isinstance(mtp, MTP)
+    assert mtp.eh_proj is not None
     both = f.take("both", count, 2 * c.hidden_size)
     part = f.take("embedding", count, c.hidden_size)
     k.gather_rows(part, mtp.embed, np.asarray(f.token_ids, np.int32))

@@ -1,0 +1,1 @@
+"""DeepSeek-V4: hyper-connections, a sliding window beside compressed positions, and experts found by hash."""
