@@ -33,7 +33,7 @@ OWN_KEYS = frozenset({"hc_mult", "swiglu_limit", "sliding_window", "index_topk",
 
 
 class V4Sizes(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes of DeepSeek-V4 beside those of other families.
+    """Sizes that a ModelConfig of DeepSeek-V4 has beside its common ones.
 
     layers          kind of attention of each layer: a window alone, or with compressed positions beside it,
                     of which an indexer chooses some (csa), or which are all seen (hca)
