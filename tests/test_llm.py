@@ -1,14 +1,19 @@
 """The facade: outputs, logits, errors, and that nothing is left behind."""
 
+import asyncio
 import copy
 import inspect
 import json
+import os
 import pickle
 import re
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +36,7 @@ from xdeepserve.model.seeded import SeededCheckpoint
 from xdeepserve.step.linear import POOL, Threads
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+SECONDS = 60.0  # in which a thread must have ended; it takes a fraction of one on a machine at rest
 
 
 @pytest.fixture(scope="module")
@@ -285,6 +291,51 @@ def test_a_chat_takes_messages_in_the_forms_of_the_api(llm: LLM) -> None:
         [{"type": "reasoning", "text": "Hm."}, "No."],
     ):
         assert ids({"role": "assistant", "content": parts}) == ids({"role": "assistant", "content": "No."})
+
+
+def test_several_threads_may_generate(llm: LLM) -> None:
+    """Each gets the tokens of its own prompt, also within a running event loop, as in a notebook."""
+    prompts = [[number, 5, 9, 7 * number] for number in range(1, 13)]
+
+    def tokens(prompt: list[int]) -> list[int]:
+        return llm.generate([prompt], SamplingParams(max_tokens=8, seed=3))[0].outputs[0].token_ids
+
+    alone = [tokens(prompt) for prompt in prompts]
+
+    async def together() -> list[list[int]]:
+        assert tokens(prompts[0]) == alone[0]
+        return await asyncio.gather(*(asyncio.to_thread(tokens, prompt) for prompt in prompts))
+
+    assert asyncio.run(together()) == alone
+
+
+@pytest.mark.parametrize("deployment", ["monolithic", "pd", "eaas"])
+def test_closing_an_llm_ends_what_another_thread_generates(deployment: str) -> None:
+    llm = LLM("tiny-random", deployment)
+
+    def generate() -> list[RequestOutput]:
+        params = SamplingParams(max_tokens=1500, temperature=0.0, ignore_eos=True)
+        return llm.generate([[1, 2, 3]] * 8, params)
+
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(generate)
+        while not (llm.engine.stats().num_running or job.done()):
+            time.sleep(0.001)
+        llm.close()
+        assert {output.outputs[0].finish_reason for output in job.result(SECONDS)} == {"abort"}
+
+
+def test_an_interrupt_leaves_an_llm_as_it_was(llm: LLM) -> None:
+    def tokens() -> list[int]:
+        return llm.generate([[1, 2, 3]], GREEDY)[0].outputs[0].token_ids
+
+    before = tokens()
+    timer = threading.Timer(0.05, os.kill, [os.getpid(), signal.SIGINT])
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[number, 2, 3] for number in range(8)], SamplingParams(max_tokens=200, ignore_eos=True))
+    assert tokens() == before
+    assert llm.engine.stats().num_running == 0
 
 
 @pytest.mark.parametrize("copy_of", [pickle.dumps, copy.copy, copy.deepcopy])

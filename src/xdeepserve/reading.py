@@ -26,6 +26,9 @@ Form = Literal["TOML", "JSON"]
 Place: TypeAlias = tuple[str | int, ...]  # names of fields, and numbers in lists from 0 on
 T = TypeVar("T")
 
+LFS_POINTER = "version https://git-lfs."  # begins the text that a clone without Git LFS has for a large file
+GET_LFS = "a pointer of Git LFS, not the file itself: `git lfs pull` gets it"
+
 
 class Mistake(NamedTuple):
     """A field that is wrong: its place, and what is said before and after its name."""
@@ -80,6 +83,8 @@ class Document:
             raise self._invalid(str(wrong) if "no number" in str(wrong) else "too many digits") from None
 
     def _invalid(self, message: str, line: int = 0, column: int = 0) -> InputError:
+        if self.text.startswith(LFS_POINTER):
+            return self.error(refused(self.where, [GET_LFS]))
         at = f"line {(self.first or 1) + line - 1}, column {column}: " if line else self._first_line
         other = "JSON" if self.form == "TOML" else "TOML"
         hint = " (a text stands in quotes)" if message == "Invalid value" else ""

@@ -164,6 +164,10 @@ async def test_unknown_route_and_method(client: TestClient) -> None:
     assert (await response.json())["error"]["message"] == (
         "Invalid URL (POST /v1/completion) (did you mean /v1/completions?)"
     )
+    for path in (f"{URL}/", URL.replace("1/", "1//"), f"/v1{URL}", URL.removeprefix("/v1")):
+        response = await client.post(path, json={})
+        assert response.status == 404
+        assert check_error(await response.json())["message"].endswith(f" (did you mean {URL}?)")
     response = await client.get(URL)
     assert response.status == 405
     assert response.headers["Allow"] == "POST"

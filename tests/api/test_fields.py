@@ -125,6 +125,8 @@ async def test_places(
     [
         (CHAT, {"min_new_tokens": 4}, "min_new_tokens"),
         (CHAT, {"mirostat": 2}, "mirostat"),
+        (CHAT, {"verbosity": "high"}, "verbosity"),
+        (RESPONSES, {"text": {"verbosity": "high"}}, "text.verbosity"),
         (CHAT, {"messages": [{**HI, "prefix": True}]}, "messages[0].prefix"),
         (CHAT, {"messages": [{**HI, "contnet": "b"}]}, "messages[0].contnet"),
         (CHAT, {"tools": [{**TOOL, "strct": True}]}, "tools[0].strct"),
@@ -331,10 +333,28 @@ async def test_names_that_change_nothing_are_not_taken_for_others(client: TestCl
             {"guidance_scale": 1.0, "negative_prompt": "", "files": [], "schema": False, "random_seed": -1},
         ),
         (CHAT, {"thinking": {"type": "enabled", "budget_tokens": 5}}),
+        (CHAT, {"stop": [], "logit_bias": {}, "tools": [], "top_k": None, "verbosity": "medium"}),
+        # An editor's request: all that an agent may need, with a tool that has no parameters.
+        (
+            CHAT,
+            {
+                "tools": [TOOL],
+                "parallel_tool_calls": True,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            },
+        ),
+        # System messages anywhere, and turns of a user in a row.
+        (CHAT, {"messages": [HI, {**HI, "role": "system"}, HI, HI, {**HI, "role": "system"}]}),
+        (RESPONSES, {"text": {"verbosity": "medium", "format": {"type": "text"}}}),
+        (f"{TEXT}?api-version=2025-01-01", {}),
     ],
 )
-async def test_values_that_ask_for_nothing_are_taken(post: Post, path: str, fields: dict[str, Any]) -> None:
-    status, body = await post(path, **{**BODIES[path], **fields})
+async def test_values_that_ask_for_nothing_are_taken(
+    post: Post, engine: FakeEngine, path: str, fields: dict[str, Any]
+) -> None:
+    engine.formats = OutputFormats(shows_tools=True, tools="hermes")
+    status, body = await post(path, **{**BODIES[path.partition("?")[0]], **fields})
     assert status == 200, body
 
 

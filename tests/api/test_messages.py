@@ -471,7 +471,11 @@ async def guarded(engine: FakeEngine) -> AsyncIterator[TestClient]:
 async def test_the_key_is_where_anthropics_clients_have_it(agent: FakeEngine) -> None:
     body = {"messages": [HI], "max_tokens": 5}
     async with guarded(agent) as client:
-        for headers, status in (({}, 401), ({"x-api-key": "two"}, 401), ({"x-api-key": "one"}, 200)):
+        for headers, status in (
+            *(({}, 401), ({"x-api-key": "two"}, 401), ({"x-api-key": "one"}, 200), ({"api-key": "one"}, 200)),
+            ({"x-api-key": "two", "Authorization": "Bearer one"}, 200),
+            ({"x-api-key": "two", "Authorization": "Basic one"}, 401),
+        ):
             async with client.post(URL, json=body, headers=headers) as answer:
                 assert answer.status == status
                 if status == 401:

@@ -71,6 +71,7 @@ async def test_an_answer_cut_anywhere_comes_back(post: Post, agent: FakeEngine, 
         {"reasoning": "hm", "reasoning_content": "hm", "reasoning_details": [{"text": "other"}]},
         {"reasoning_content": "", "thinking": "hm"},
         {"thinking_blocks": [{"type": "thinking", "thinking": "hm", "signature": "s"}]},
+        {"reasoning_text": "hm", "reasoning_opaque": "c2VjcmV0"},
         {"reasoning_details": [{"type": "reasoning.text", "text": "hm", "index": 0, "format": None}]},
         {"reasoning_details": [{"type": "reasoning.encrypted", "data": "x"}, {"summary": "hm"}]},
         {

@@ -192,6 +192,89 @@ def test_references_to_any_word(grammars: Grammars, word: str) -> None:
     assert not takes(grammars.matcher(form), '"a"')
 
 
+NODE = {"type": "object", "properties": {"is": {"enum": ["row", "cell"]}, "of": {"items": {"$ref": "#"}}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "valid", "invalid"),
+    [
+        # As generators of other languages write them.
+        ({"type": "integer", "format": "uint64", "minimum": 0.0, "maximum": 1e30}, "7", "-1"),
+        ({"type": "integer", "maximum": 2**53 - 1}, "9007199254740991", "9007199254740992"),
+        ({"type": "string", "nullable": True, "example": "x", "xml": {}, "readOnly": True}, '"x"', "1"),
+        ({"allOf": [{"$ref": "#/components/S"}], "components": {"S": {"enum": [0, 1]}}}, "1", "2"),
+        ({"properties": {"a": {"type": "string", "maxLength": 65_535}}}, '{"a": "x"}', '{"a": 1}'),
+        ({"type": "array", "maxItems": 1000, "items": {"type": "null"}}, "[null]", "[1]"),
+        # Recursion: of the whole, and of a part of a schema with a name.
+        (NODE, '{"is": "row", "of": [{"is": "cell"}]}', '{"is": "row", "of": [{"is": "x"}]}'),
+        (
+            {
+                "$id": "https://a.test/t",
+                "$ref": "#/$defs/t",
+                "$defs": {"t": {"items": {"$ref": "#/$defs/t"}}},
+            },
+            "[[], [[]]]",
+            None,
+        ),
+        # Keywords that meet: a named property whose name a pattern matches, a pattern and a length.
+        (
+            {
+                "type": "object",
+                "properties": {"ab": {"type": "integer"}},
+                "patternProperties": {"^a": {"multipleOf": 5}},
+                "required": ["ab"],
+                "additionalProperties": False,
+            },
+            '{"ab": 15}',
+            '{"ab": 14}',
+        ),
+        ({"type": "string", "pattern": "^[a-z]+$", "maxLength": 3}, '"abc"', '"abcd"'),
+        (
+            {
+                "type": "object",
+                "oneOf": [
+                    {
+                        "properties": {"do": {"const": "put"}, "n": {"type": "integer"}},
+                        "required": ["do", "n"],
+                    },
+                    {
+                        "properties": {"do": {"const": "get"}},
+                        "required": ["do"],
+                        "additionalProperties": False,
+                    },
+                ],
+            },
+            '{"do": "put", "n": 1}',
+            '{"do": "get", "n": 1}',
+        ),
+    ],
+)
+def test_schemas_as_generators_write_them(
+    grammars: Grammars, schema: dict[str, Any], valid: str, invalid: str | None
+) -> None:
+    form = StructuredOutputsParams(json=schema)
+    assert takes(grammars.matcher(form), valid)
+    assert invalid is None or not takes(grammars.matcher(form), invalid)
+
+
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        (
+            {"type": "object", "properties": {}, "required": ["b"], "additionalProperties": False},
+            "property 'b' is unsat",
+        ),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}, "no text"),
+        ({"format": "email", "type": "string", "pattern": "^(?!x)"}, "look-around"),
+    ],
+)
+def test_schemas_that_nothing_fulfils_are_refused_at_once(
+    grammars: Grammars, schema: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(RequestError, match=says):
+        grammars.matcher(StructuredOutputsParams(json=schema))
+
+
 @pytest.mark.parametrize("word", ["titles", "order", "x-length", "propertyOrdering", "optional", "strict"])
 def test_words_of_ones_own(grammars: Grammars, word: str) -> None:
     grammars.matcher(StructuredOutputsParams(json={"properties": {"a": {word: 1}}}))

@@ -30,6 +30,7 @@ from xdeepserve.model.config import load_config
 from xdeepserve.model.export import write_checkpoint
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.model.seeded import SeededCheckpoint
+from xdeepserve.model.tokenizer import load_tokenizer
 
 SMALL = {
     "model_type": "deepseek_v3",
@@ -262,6 +263,17 @@ def test_truncated_file(written: Path, keep: int) -> None:
     path = written / SINGLE_FILE
     path.write_bytes(path.read_bytes()[:keep])
     assert "truncated or corrupt safetensors file" in refusal(written)
+
+
+@pytest.mark.parametrize("name", [SINGLE_FILE, "config.json", "tokenizer.json"])
+def test_a_pointer_of_git_lfs_says_how_to_get_the_file(written: Path, name: str) -> None:
+    (written / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:5e\nsize 7\n")
+    read = load_tokenizer if name == "tokenizer.json" else open_checkpoint
+    with pytest.raises(CheckpointError) as caught:
+        read(written)
+    assert str(caught.value).endswith(
+        f"{name}: a pointer of Git LFS, not the file itself: `git lfs pull` gets it"
+    )
 
 
 def test_corrupt_header(written: Path) -> None:

@@ -153,7 +153,7 @@ def fuzz(seed: int, num_texts: int) -> None:
         assert streamed == whole, (form, text, pieces, within, is_cut)
         check_sound(whole, text, is_cut)
         if has_words:
-            calls = " ".join(f"{call.name} {call.arguments}" for call in whole.tool_calls)
+            calls = " ".join(f"{call.id} {call.name} {call.arguments}" for call in whole.tool_calls)
             found = f"{whole.content} {whole.reasoning} {calls}"
             assert all(word in found for word in WORD.findall(text)), (form, text, within)
         num_calls += len(whole.tool_calls)

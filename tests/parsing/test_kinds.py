@@ -439,6 +439,122 @@ MEANT: dict[str, tuple[str, str, Any]] = {
     ),
     "no arguments": ("kimi", kimi("functions.save:0", ""), {}),
     "nothing in tags": ("qwen3_coder", qwen(), {}),
+    # Tags before a value that are missing, damaged or there twice.
+    **{
+        f"damaged, {body}": ("glm", f"<tool_call>{body}</tool_call>", {"file": "a"})
+        for body in (
+            "save<arg_key>file</arg_key>a</arg_value>",
+            "save\n<arg_key>file</arg_key>\na</arg_value>\n",
+            "savefile</arg_key><arg_value>a</arg_value>",
+            "save file</arg_key><arg_value>a</arg_value>",
+            "save\nfile</arg_key>\n<arg_value>a</arg_value>\n",
+            "save<arg_key>file</arg_key></arg_key><arg_value>a</arg_value>",
+            "save<arg_key><arg_key>file</arg_key><arg_value>a</arg_value>",
+            "save<tool_call>file</arg_key><arg_value>a</arg_value>",
+        )
+    },
+    "an end of no value": ("glm", "<tool_call>save</arg_value></tool_call>", {}),
+    "a key in a value": (
+        "glm",
+        glm(("text", "see <arg_key>file</arg_key> there"), ("file", "a")),
+        {"text": "see <arg_key>file</arg_key> there", "file": "a"},
+    ),
+    "no end of a parameter's tag": (
+        "qwen3_coder",
+        qwen(("file", "a")).replace("=file>", "=file"),
+        {"file": "a"},
+    ),
+    "no end of a parameter's tag, >": (
+        "qwen3_coder",
+        qwen(("text", "a > b"), ("file", "c")).replace("=text>", "=text").replace("=file>", "=file"),
+        {"text": "a > b", "file": "c"},
+    ),
+    "no end of a function's tag": (
+        "qwen3_coder",
+        qwen(("file", "a")).replace("=save>", "=save"),
+        {"file": "a"},
+    ),
+    # Ends that are misspelt, or there twice.
+    **{
+        f"{end}, {form}": (
+            form,
+            write(("file", "a"), ("text", "b\n")).replace(right, end),
+            {"file": "a", "text": "b\n"},
+        )
+        for form, write, right, ends in (
+            (
+                "qwen3_coder",
+                qwen,
+                "</parameter>",
+                ("</parameter/>", "</parameter1>", "</parameter", "</parameter >", "</Parameter>"),
+            ),
+            (
+                "qwen3_coder",
+                qwen,
+                "</parameter>\n</function>",
+                ("</parameter_function>", "</parameterfunction>"),
+            ),
+            (
+                "qwen3_coder",
+                qwen,
+                "</function>",
+                ("</function_invocation>", "</function>\n</function_invocation>"),
+            ),
+            ("qwen3_coder", qwen, "</function>", ("</function>\n</function>",)),
+            ("minimax", minimax, "</parameter>", ("</parameter/>", "</parameter1>")),
+            ("minimax", minimax, "</invoke>", ("</invoke></invoke>",)),
+            ("glm", glm, "</arg_value>", ("</arg_value/>",)),
+        )
+        for end in ends
+    },
+    "an opener for the end": ("hermes", f"<tool_call>\n{SAVED}\n<tool_call>", {"file": "a"}),
+    # All arguments as one parameter.
+    **{
+        f"{key} as a parameter, {form}": (form, write((key, '{"file": "a"}')), {"file": "a"})
+        for form, write in (
+            ("qwen3_coder", qwen),
+            ("glm", glm),
+            ("minimax", minimax),
+            ("deepseek_v32", lambda *some: dsml(*((*each, "false") for each in some))),
+        )
+        for key in ("arguments", "parameters", "input")
+    },
+    "arguments as a text in a parameter": (
+        "deepseek_v32",
+        dsml(("arguments", '{"file": "a"}', "true")),
+        {"file": "a"},
+    ),
+    # A function's name with `functions.` before it, where it is no id.
+    **{
+        f"functions., {form}": (form, text.replace("save", "functions.save"), {"file": "a"})
+        for form, text in {
+            "hermes": hermes(SAVED),
+            "deepseek": deepseek("function", 'save\n```json\n{"file": "a"}\n```'),
+            "deepseek_v31": deepseek("save", '{"file": "a"}'),
+            "qwen3_coder": qwen(("file", "a")),
+            "glm": glm(("file", "a")),
+            "minimax": minimax(("file", "a")),
+        }.items()
+    },
+    **{
+        f"section {begin}": (
+            "deepseek",
+            deepseek("function", 'save\n```json\n{"file": "a"}\n```').replace(
+                "<｜tool▁calls▁begin｜>", begin
+            ),
+            {"file": "a"},
+        )
+        for begin in ("<｜tool_calls_begin｜>", "<｜tool calls begin｜>", "<｜tool▁calls｜>")
+    },
+    "the name within, kimi": ("kimi", kimi("call_8d1fa0", '{"name": "save", "file": "a"}'), {"file": "a"}),
+    "the name around, kimi": ("kimi", kimi("call_8d1fa0", SAVED), {"file": "a"}),
+    "an empty list": ("hermes", hermes('{"name": "save", "arguments": []}'), {}),
+    "an empty list, kimi": ("kimi", kimi("functions.save:0", "[ ]"), {}),
+    "a text of a text": (
+        "hermes",
+        hermes(json.dumps({"name": "save", "arguments": json.dumps(json.dumps({"file": "a"}))})),
+        {"file": "a"},
+    ),
 }
 
 
@@ -461,6 +577,8 @@ def test_a_parameter_may_be_called_as_arguments_are() -> None:
     }.items():
         [call] = parse_answer(hermes(f'{{"name": "f", {members}}}'), format="hermes", tools=tools).tool_calls
         assert json.loads(call.arguments) == expected
+    [call] = parse_answer(glm(("input", '{"a": 1}'), name="f"), format="glm", tools=tools).tool_calls
+    assert json.loads(call.arguments) == {"input": {"a": 1}}
 
 
 @pytest.mark.parametrize(
@@ -522,6 +640,7 @@ def test_half_a_character_is_no_name() -> None:
         "functions_save_3",
         "function.save:1",
         "functions.functions.save:0",
+        "Functions.save:0",
     ],
 )
 def test_ids_name_a_function(call_id: str) -> None:
@@ -709,6 +828,13 @@ NO_CALL = {
     "a name of white space": ("hermes", hermes('{"name": "\\n", "arguments": {}}')),
     "an unknown tool": ("hermes", hermes('{"tool": "hammer", "arguments": {}}')),
     "arguments in a list": ("hermes", hermes('{"name": "save", "arguments": ["a"]}')),
+    "no opener of an unknown key's value": (
+        "glm",
+        "<tool_call>save<arg_key>to</arg_key>a</arg_value></tool_call>",
+    ),
+    "a key without a value": ("glm", "<tool_call>save<arg_key>file</arg_key></tool_call>"),
+    "no end of an unknown parameter's tag": ("qwen3_coder", qwen(("to", "a")).replace("=to>", "=to")),
+    "an opener behind words": ("hermes", "So. <tool_call>\n"),
     "a text that is no object": ("hermes", hermes('{"name": "save", "input": "{a"}')),
     "half a string": ("hermes", '<tool_call>\n{"name": "save", "arguments": {"file": "a'),
     "half a value": ("qwen3_coder", qwen(("file", "a")).partition("\n</")[0]),

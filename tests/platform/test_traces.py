@@ -243,7 +243,11 @@ def test_a_trace_may_be_compressed(file: Written, pack: Callable[[bytes], bytes]
 
 @pytest.mark.parametrize(
     ("begin", "reason"),
-    [(b"PK\x03\x04", "a zip archive: unpack the trace"), (b"PAR1", "a Parquet file: write it as CSV")],
+    [
+        (b"PK\x03\x04", "a zip archive: unpack the trace"),
+        (b"PAR1", "a Parquet file: write it as CSV"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "a pointer of Git LFS, not the file itself"),
+    ],
 )
 def test_files_of_other_kinds_say_what_to_do(file: Written, begin: bytes, reason: str) -> None:
     with pytest.raises(InputError, match=f"trace: {reason}"):

@@ -38,8 +38,12 @@ def rows(names: str, use: str = "", *neutral: Any) -> dict[str, Unserved]:
     return dict.fromkeys(names.split(), Unserved(neutral, use))
 
 
-# Fields of an assistant's reasoning: those of this server, of DeepSeek, Ollama, LiteLLM and OpenRouter.
-REASONING = ("reasoning_content", "reasoning", "thinking", "thinking_blocks", "reasoning_details")
+# Fields of an assistant's reasoning: those of this server, of DeepSeek, Ollama, LiteLLM, OpenRouter and
+# GitHub Copilot.
+REASONING = (
+    *("reasoning_content", "reasoning", "thinking", "thinking_blocks", "reasoning_details"),
+    "reasoning_text",
+)
 SERVED: Mapping[str, frozenset[str]] = {  # by the name of a type in api/openai/requests.py
     "ChatMessage": frozenset(("role", "content", "name", "tool_calls", "tool_call_id", "refusal")).union(
         REASONING
@@ -79,8 +83,9 @@ HARMLESS: Mapping[str, tuple[str, ...]] = {
 }
 # What libraries keep beside an answer and send back with it. None is shown to a model.
 _KEPT = ("annotations", "id", "parsed", "parsed_arguments", "provider_specific_fields", "status")
+_HIDDEN = ("reasoning_opaque", "reasoning_signature", "thought_signature")  # what only its provider can read
 OURS: Mapping[str, tuple[str, ...]] = {
-    "ChatMessage": (*_KEPT, "index", "type"),
+    "ChatMessage": (*_KEPT, *_HIDDEN, "index", "type"),
     "ContentPart": (*_KEPT, "logprobs", "uuid", "signature", "data"),
     "ToolCall": (*_KEPT, "index", "cache_control", "extra_content"),
     "FunctionCall": (*_KEPT, "cache_control"),

@@ -16,6 +16,16 @@ from safetensors import SafetensorError, safe_open
 
 from xdeepserve.bf16 import from_bf16
 from xdeepserve.errors import CheckpointError
+from xdeepserve.reading import GET_LFS, LFS_POINTER
+
+
+def _begin(path: Path) -> bytes:
+    """Return a file's first bytes; none if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(LFS_POINTER))
+    except OSError:
+        return b""
 
 WITHOUT_NUMPY = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e8m0fnu}
 
@@ -32,7 +42,9 @@ class TensorFile:
             self._handle: Any = safe_open(path, framework="numpy")
             self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         except (SafetensorError, OSError, ValueError) as error:
-            raise CheckpointError(f"{path}: truncated or corrupt safetensors file") from error
+            is_pointer = _begin(path).startswith(LFS_POINTER.encode())
+            reason = GET_LFS if is_pointer else "truncated or corrupt safetensors file"
+            raise CheckpointError(f"{path}: {reason}") from error
         weakref.finalize(self, os.close, self._fd)
         self._nbytes = os.fstat(self._fd).st_size
         self.names = frozenset(self._handle.keys())

@@ -9,18 +9,19 @@ A model leaves out ends, openers and braces, and writes marks within values. The
 3. A value may quote calls, or parts of calls. So a mark that could end the value (rules 2 and 4), but stands
    within a quoted call or, with ends of a call and a section or without, before further words, ends it only
    if the value has no end of its own behind: an end without a beginning.
-4. A parameter whose end is missing ends before the next one that the function declares, before the end of its
-   call, or before another call, whose first parameter its function must declare.
+4. A parameter whose end is missing or misspelt ends before the next one that the function declares, before
+   the end of its call, or before another call, whose first parameter its function must declare.
 5. If no call comes out of this, the first end of a value, call or section ends the value.
 
-Then what is left is no call, and all of it is text.
+Where a tag is missing or damaged in front of a value, a parameter that the function declares, and no other,
+begins there. Then what is left is no call, and all of it is text.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -44,6 +45,7 @@ _NAME_RUN = re.compile(r"[^\s<>{}\"'`]*")
 _NAME = re.compile(r"[^\s<>{}\"'`]+")
 _BRACES = re.compile(r"[}\s]*")
 _LANGUAGE = re.compile(r"[ \t\w]*")  # behind the marks of a fence
+_NAMESPACE = re.compile(r"^(?:functions?\.)+", re.IGNORECASE)
 _ATTRIBUTES = r"""(?:\s+[\w:.-]+\s*=\s*(?:"[^"]*"|'[^']*'|[^\s"'/]+))*?"""
 _NAMED = re.compile(  # what stands in a tag behind its kind: =NAME, or name="NAME", and other attributes
     rf"""(?:=\s*|(?P<before>{_ATTRIBUTES})\s+name\s*=\s*)(?P<quote>["']?)(?P<name>[^"']+?)(?P=quote)"""
@@ -94,6 +96,19 @@ class OfferedFunctions:
         """Whether a call of this name is one of an offered function; where none is known, it may be."""
         return name in self._by_name or not self._by_name
 
+    def is_offered(self, name: str) -> bool:
+        """Whether a name, as a model writes it, means an offered function."""
+        return self.meant(name) in self._by_name
+
+    def before_key(self, text: str) -> str:
+        """Return the function in a text that is its name and one of its parameters, with nothing between."""
+        found = [
+            name
+            for name in self._by_name
+            if (names := self.schema(name).names) and text.startswith(name) and text[len(name) :] in names
+        ]
+        return max(found, key=len, default=text)
+
     def schema(self, name: str) -> FunctionSchema:
         """Return the schema of a function's arguments; one that says nothing if the function is unknown."""
         if name not in self._by_name:
@@ -102,15 +117,20 @@ class OfferedFunctions:
             self._schemas[name] = FunctionSchema(json.loads(self._by_name[name].parameters))
         return self._schemas[name]
 
+    def meant(self, name: str) -> str:
+        """Return the offered function that a name means, before which models also write `functions.`."""
+        plain = _NAMESPACE.sub("", name)
+        return plain if name not in self._by_name and plain in self._by_name else name
+
     def of_id(self, call_id: str) -> str:
         """Return the name in an id such as functions.NAME:0, which models also spell functions_NAME_0."""
-        plain = re.sub(r"^(functions\.)+|:\d+$", "", call_id)
+        plain = re.sub(r":\d+$", "", _NAMESPACE.sub("", call_id))
         if plain in self._by_name:
             return plain
         found = [
             name
             for name in self._by_name
-            if re.fullmatch(rf"(?:functions?|tools?|call)?[._:/ -]*{re.escape(name)}[._:/ -]*\d*", call_id)
+            if re.fullmatch(rf"(?i:functions?|tools?|call)?[._:/ -]*{re.escape(name)}[._:/ -]*\d*", call_id)
         ]
         return max(found, key=len, default=plain)
 
@@ -150,7 +170,8 @@ class _CallReader(JsonReader):
             if (yield from source.char()) not in ("'", '"'):
                 raise NoCallError
             name = read_loosely((yield from JsonReader(source).value()))
-            if name is None or str(json.loads(name[0])).strip() not in self._functions.names:
+            said = "" if name is None else str(json.loads(name[0])).strip()
+            if not self._functions.is_offered(said):
                 raise NoCallError
             source.at = begin
 
@@ -179,6 +200,9 @@ class CallGrammar:
             self._in_value = marks_of(self._value_end, *self._next_tags)
             self._around_value = marks_of(self._key, self._value_end)
             self._in_key = marks_of(self._key_end, self._value, self._key, *n.ends)
+            self._damaged_end = re.compile(
+                rf"{self._value_end[:-1]}(?:\s*/?|\d{{1,2}}|_?{n.call_end[2:-1]})>?\s*\Z", re.IGNORECASE
+            )
 
     @cached_property
     def openers(self) -> tuple[str, ...]:
@@ -261,7 +285,7 @@ class CallGrammar:
 
     def _made_of_cut(self, found: re.Match[str]) -> None:
         said, key = read_loosely(found["name"]), found["key"]
-        name = "" if said is None else json.loads(said[0]).strip()
+        name = "" if said is None else self._functions.meant(json.loads(said[0]).strip())
         is_around = key and _is_around(key, found["value"], self._functions.schema(name))
         rest = found["value"] if is_around else "" if key in (None, *_BESIDE) else "{" + found["rest"]
         if name and not HALF_PAIR.search(name):
@@ -272,7 +296,7 @@ class CallGrammar:
             members = members_of(members["function"])
         key = next((key for key in _NAMES if key in members), "")
         name = json.loads(members.get(key, "null"))
-        name = name.strip() if isinstance(name, str) else ""
+        name = self._functions.meant(name.strip()) if isinstance(name, str) else ""
         if not name or HALF_PAIR.search(name) or (key != "name" and not self._functions.may_be(name)):
             raise NoCallError
         others = {other: value for other, value in members.items() if other != key}
@@ -293,13 +317,13 @@ class CallGrammar:
             if header not in ("", "function"):
                 raise NoCallError
             header = name
-        name = self._functions.of_id(header) if n.has_ids else header
+        name = self._functions.of_id(header) if n.has_ids else self._functions.meant(header)
         if not _NAME.fullmatch(name):
             raise NoCallError
         fence = yield from self._fence()
         char = yield from source.char_behind_space()
         call_id, begin = header if n.has_ids else None, source.at
-        if char in ("{", '"'):
+        if char in ("{", '"', "["):
             try:
                 arguments = _arguments((yield from self._json_arguments(char, fence)))
             except CutOff:
@@ -309,6 +333,8 @@ class CallGrammar:
             arguments = "{}"
         else:
             raise NoCallError
+        if n.has_ids and name not in self._functions.names:
+            name, arguments = self._named_within(name, arguments)
         call, place = self._made(name, arguments, call_id), source.at
         yield from source.run(_BRACES)
         if fence and (yield from source.take("```")):
@@ -318,12 +344,21 @@ class CallGrammar:
             source.at = place
         return call
 
+    def _named_within(self, name: str, arguments: str) -> tuple[str, str]:
+        """Return the name and arguments of a call whose arguments name the function, as its id does not."""
+        try:
+            call = self._of_members(members_of(arguments))
+        except NoCallError:
+            return name, arguments
+        return (call.name, call.arguments) if call.name in self._functions.names else (name, arguments)
+
     # ---- a name and parameters between tags --------------------------------------------------------------
 
     def _tagged_call(self, is_begun: bool, is_careful: bool) -> Steps[ParsedCall]:
         source, n = self._source, self._notation
-        tag = yield from self._name(is_begun)
-        name = tag.name
+        tag = yield from self._name(is_begun, self._functions.is_offered)
+        name = self._functions.meant(tag.name)
+        schema = self._functions.schema(name)
         if not is_begun and not self._functions.may_be(name):
             raise NoCallError
         if tag.is_closed:
@@ -338,8 +373,10 @@ class CallGrammar:
             except CutOff:
                 self._made(name, source.text[begin:])
                 raise
+        elif not n.call:
+            yield from source.take(self._value_end)  # of no value
         place, mark = yield from self._next_tag()
-        while mark == self._key and whole is None:
+        while whole is None and (mark == self._key or (yield from self._is_unopened_key(schema))):
             yield from self._parameter(name, members, is_careful)
             self._made(name, "{" + _joined(members))
             place, mark = yield from self._next_tag()
@@ -351,7 +388,21 @@ class CallGrammar:
         elif not mark and not has_some and not is_begun:
             raise NoCallError
         source.at = place
-        return self._made(name, "{" + _joined(members) + "}" if whole is None else whole)
+        return self._made(name, _unwrapped(members, schema) if whole is None else whole)
+
+    def _is_unopened_key(self, schema: FunctionSchema) -> Steps[bool]:
+        """Whether the key of a declared parameter is here without its opening tag, for which an opener of
+        calls may stand. Then goes to the key."""
+        source = self._source
+        if self._has_attributes or not schema.names:
+            return False
+        before = source.at
+        yield from source.take(*self._notation.begins)
+        begin = source.at
+        key = yield from source.run(_NAME_RUN)
+        is_one = schema.declares(key) and bool((yield from source.peek(self._key_end)))
+        source.at = begin if is_one else before
+        return is_one
 
     def _next_tag(self) -> Steps[tuple[int, str]]:
         """Take white space; return the tag behind it, and the place from which to go on."""
@@ -362,16 +413,20 @@ class CallGrammar:
             yield from source.char()
         return source.at if mark == self._notation.call_end else before, mark
 
-    def _name(self, is_begun: bool) -> Steps[_Tag]:
-        """Read the name of a call between tags."""
+    def _name(self, is_begun: bool, is_known: Callable[[str], bool] | None = None) -> Steps[_Tag]:
+        """Read the name of a call between tags. `is_known` accepts names whose tag may be damaged."""
         source, call = self._source, self._notation.call
         if call:
             if not (yield from source.take(call)):
                 raise NoCallError
-            tag = yield from self._named()
+            tag = yield from self._named(is_known)
         else:
             before = source.text[source.at - 1] if source.at else " "
             tag = _Tag((yield from source.run(_NAME_RUN)))
+            if is_begun and is_known and (yield from source.peek(self._key_end)):
+                name = self._functions.before_key(tag.name)
+                source.at -= len(tag.name) - len(name)
+                tag = _Tag(name)
             if not is_begun and (
                 _NAME.fullmatch(before) or not (yield from source.peek_behind_space(self._key))
             ):
@@ -380,14 +435,22 @@ class CallGrammar:
             raise NoCallError
         return tag
 
-    def _named(self) -> Steps[_Tag]:
-        """Read the rest of a tag with a name."""
+    def _named(self, is_known: Callable[[str], bool] | None = None) -> Steps[_Tag]:
+        """Read the rest of a tag with a name. A line end may stand for the end of the tag, behind a name that
+        `is_known`."""
         source, begin = self._source, self._source.at
         for each in (SPACE, _IN_TAG, SPACE, _IN_TAG, SPACE):
             yield from source.run(each)
         inside = source.text[begin : source.at]
         found = _NAMED.fullmatch(inside) if len(inside) <= MAX_TAG else None
-        if (yield from source.char()) != ">" or found is None:
+        if (yield from source.char()) != ">":
+            found = None
+        line = inside.partition("\n")[0]
+        if is_known and not (found and is_known(found["name"].strip())) and line.startswith("="):
+            named = _NAMED.fullmatch(line) if len(line) <= MAX_TAG else None
+            if named and len(line) < len(inside) and is_known(named["name"].strip()):
+                found, source.at = named, begin + len(line) - 1
+        if found is None:
             raise NoCallError
         source.at += 1
         said = _SAYS_TEXT.search(f"{found['before'] or ''} {found['others']}")
@@ -398,7 +461,7 @@ class CallGrammar:
         """Read a parameter into `members`. Of two of one name the last one counts."""
         source, schema = self._source, self._functions.schema(name)
         yield from source.take(self._key)
-        tag = yield from self._parameter_name()
+        tag = yield from self._parameter_name(schema.declares if schema.names else None)
         key = tag.name
         if tag.is_closed:
             members[key] = schema.json_of(key, "", tag.is_text)
@@ -487,24 +550,35 @@ class CallGrammar:
             return True
 
     def _stripped(self, text: str, has_end: bool) -> str:
-        """Strip the line breaks that the format writes around a value."""
+        """Strip the line breaks that the format writes around a value, and its end if that is misspelt."""
         is_crlf = text.startswith("\r\n") or (text.endswith("\r\n") and not text.startswith("\n"))
         newline = "\r\n" if is_crlf else "\n"
+        if not has_end and (damaged := self._damaged_end.search(text)):
+            text, has_end = text[: damaged.start()], True
         text = text.removeprefix(newline) if self._trims else text
         return text.removesuffix(newline) if self._trims or not has_end else text
 
-    def _parameter_name(self) -> Steps[_Tag]:
+    def _parameter_name(self, is_known: Callable[[str], bool] | None = None) -> Steps[_Tag]:
+        """Read a parameter's name behind its opening tag. `is_known` accepts names whose other tags may be
+        missing, damaged or there twice."""
         if self._has_attributes:
-            return (yield from self._named())
+            return (yield from self._named(is_known))
         source = self._source
+        if is_known and (yield from source.peek_behind_space(self._key)):
+            yield from source.run(SPACE)
+            yield from source.take(self._key)
         begin = source.at
         mark = yield from source.find(self._in_key)
         name = source.text[begin : source.at].strip()
+        is_unopened = False  # the value
         if mark == self._key_end:
             source.at += len(mark)
             yield from source.run(SPACE)
-            mark = yield from source.peek(self._value)
-        if mark != self._value or not name:
+            if is_known and (yield from source.take(self._key_end)):
+                yield from source.run(SPACE)
+            mark = yield from source.peek(self._value, self._key, *self._notation.ends)
+            is_unopened = not mark and is_known is not None and is_known(name)
+        if not name or (mark != self._value and not is_unopened):
             raise NoCallError
         source.at += len(mark)
         return _Tag(name)
@@ -558,14 +632,15 @@ class CallGrammar:
             yield from source.run(SPACE)
         try:
             tag = yield from self._name(is_begun)
-            if not self._notation.is_special and not self._functions.may_be(tag.name):
+            name = self._functions.meant(tag.name)
+            if not self._notation.is_special and not self._functions.may_be(name):
                 return False
             if not (yield from source.peek_behind_space(self._key)):
                 return True
             yield from source.run(SPACE)
             yield from source.take(self._key)
             first = yield from self._parameter_name()
-            return self._functions.schema(tag.name).declares(first.name)
+            return self._functions.schema(name).declares(first.name)
         except NoCallError:
             return False
 
@@ -576,6 +651,7 @@ _CUT_CALL = re.compile(
     r'(?:\s*,\s*(?P<rest>"(?P<key>[^"\\]*)"\s*:\s*(?:\{(?=\{))?(?P<value>.*)))?',
     re.DOTALL,
 )
+_EMPTY_LIST = re.compile(r"\[\s*\]")
 _OBJECT_AS_TEXT = re.compile(r'"(\s|\\[nrt])*\{')
 _NAMES = ("name", "function", "tool", "tool_name", "function_name")
 _ARGUMENTS = ("arguments", "parameters")
@@ -615,15 +691,29 @@ def _of_others(members: Mapping[str, str], schema: FunctionSchema) -> str:
     return "{" + _joined({**inner, **own}) + "}" if own else found
 
 
+def _unwrapped(members: Mapping[str, str], schema: FunctionSchema) -> str:
+    """Return the arguments of a call between tags. Models also write all of them as one parameter."""
+    key, value = next(iter(members.items())) if len(members) == 1 else ("", "")
+    if schema.names and key.lower() in (*_ARGUMENTS, *_SYNONYMS) and not schema.declares(key):
+        try:
+            inner = _arguments(value)
+            if all(map(schema.declares, members_of(inner))):
+                return inner
+        except NoCallError:
+            pass
+    return "{" + _joined(members) + "}"
+
+
 def _arguments(found: str) -> str:
-    """Return the JSON object of arguments; models also write it as a text, or null. Raises NoCallError."""
-    if found.startswith('"'):
+    """Return the JSON object of arguments; models also write it as a text, null or an empty list.
+    Raises NoCallError."""
+    while found.startswith('"'):
         text = json.loads(found)
         read = read_loosely(text) if text.strip() else ("{}", True)
         if read is None:
             raise NoCallError
         found = read[0]
-    if found == "null":
+    if found == "null" or _EMPTY_LIST.fullmatch(found):
         return "{}"
     if not found.startswith("{"):
         raise NoCallError

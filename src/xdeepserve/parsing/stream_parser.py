@@ -166,7 +166,7 @@ class StreamParser:
             marks = [THINK_END] if self.state == "reasoning" else []
             if (n := self._notation) is not None:
                 has_openers = self.state == "content" or (n.is_special and n.call)
-                marks += [*n.begins, *n.ends, *(self._grammar.openers if has_openers else ())]
+                marks += [*n.begins, *n.ends, n.call_end, *(self._grammar.openers if has_openers else ())]
             found = self._sets[self.state] = marks_of(*marks)
         return found
 
@@ -187,12 +187,22 @@ class StreamParser:
                 self._is_open = False
                 self._end_words(before)
                 return
+        elif mark == n.call_end:
+            if self._follows_call:  # once more
+                return
         elif self._num_vain < MAX_VAIN and (yield from self._call(mark, place)):
             self._is_open |= mark in n.begins
             self._end_words(before)
             return
+        elif self._follows_call and mark in n.begins and self._is_last(self._behind_openers):
+            source.at = len(source.text)  # an opener in place of the end
+            return
         source.at = max(place + len(mark), self._behind_openers)
         self._say(source.text[space : source.at])
+
+    def _is_last(self, place: int) -> bool:
+        """Whether the text has ended, and nothing but white space comes behind a place."""
+        return self._source.is_ended and not self._source.text[place:].strip()
 
     def _call(self, mark: str, place: int) -> Steps[bool]:
         """Read the call that a mark begins. Returns False if it is none."""

@@ -68,7 +68,11 @@ class ToolNotation(NamedTuple):
 
 _DEEPSEEK = ToolNotation(
     body="header",
-    begins=("<｜tool▁calls▁begin｜>",),
+    begins=(
+        "<｜tool▁calls▁begin｜>",
+        *("<｜tool_calls_begin｜>", "<｜tool calls begin｜>"),
+        *("<｜tool\\_calls\\_begin｜>", "<｜tool▁calls｜>"),
+    ),
     ends=("<｜tool▁calls▁end｜>",),
     call="<｜tool▁call▁begin｜>",
     call_end="<｜tool▁call▁end｜>",
@@ -115,6 +119,7 @@ NOTATIONS: dict[ToolFormat, ToolNotation] = {
     ),
     "qwen3_coder": _EACH._replace(
         body="tags",
+        ends=("</tool_call>", "</function_invocation>"),
         call="<function",
         call_end="</function>",
         tags=Tags("<function=", ">\n", "<parameter=", ">\n", "\n</parameter>\n", "</function>"),

@@ -27,7 +27,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from xdeepserve.errors import InputError, meant
-from xdeepserve.reading import Document, shown, unreadable
+from xdeepserve.reading import GET_LFS, LFS_POINTER, Document, shown, unreadable
 
 Unit = Literal["s", "ms", "us", "ns"]
 NS: Mapping[Unit, int] = {"s": 10**9, "ms": 10**6, "us": 1000, "ns": 1}
@@ -198,6 +198,7 @@ _PACKED: Sequence[tuple[bytes, Callable[..., Any], tuple[type[Exception], ...]]]
 )
 _NO_TEXT = {
     b"PK\x03\x04": "a zip archive: unpack the trace from it",
+    LFS_POINTER.encode(): GET_LFS,
     b"PAR1": "a Parquet file: write it as CSV or JSON lines, such as with pandas' `to_csv`",
 }
 
@@ -206,7 +207,7 @@ def _opener(path: Path) -> tuple[Callable[..., Any], tuple[type[Exception], ...]
     """Choose the opener of a text by its first bytes, since it may be compressed. Also return the errors of
     the opener for broken files."""
     with path.open("rb") as file:
-        magic = file.read(6)
+        magic = file.read(len(LFS_POINTER))
     for begin, opener, errors in _PACKED:
         if magic.startswith(begin):
             return opener, errors

@@ -140,6 +140,7 @@ class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     reasoning_details: Any = None  # other forms of the reasoning: OpenRouter's
     thinking: Any = None  # Ollama's
     thinking_blocks: Any = None  # LiteLLM's
+    reasoning_text: str | None = None  # GitHub Copilot's
 
 
 class FunctionDefinition(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):

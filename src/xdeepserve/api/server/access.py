@@ -143,6 +143,9 @@ def _check_type(request: web.Request) -> None:
         raise ApiError(415, f"{wanted}; {found}", code="unsupported_media_type")
 
 
+KEY_HEADERS = ("X-Api-Key", "Api-Key")  # of Anthropic's clients, and of Azure's
+
+
 def key_middleware(options: ServerOptions) -> Middleware:
     """Answer 401 to requests without one of the keys, but for open routes."""
     keys = [key.encode() for key in options.api_keys]
@@ -151,13 +154,13 @@ def key_middleware(options: ServerOptions) -> Middleware:
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         route = route_of(request)
         if keys and not (route is not None and route.is_open):
-            scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-            if "X-Api-Key" in request.headers:  # Anthropic's clients
-                scheme, given = "bearer", request.headers["X-Api-Key"]
-            sent = given.strip().encode("utf-8", "surrogateescape")
+            scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
+            given = [bearer] if scheme.lower() == "bearer" else []
+            given += [request.headers[name] for name in KEY_HEADERS if name in request.headers]
+            sent = [each.strip().encode("utf-8", "surrogateescape") for each in given]
             # Every key is compared, and each in the same time, whatever was sent.
-            matches = [hmac.compare_digest(sent, key) for key in keys]
-            if scheme.lower() != "bearer" or not any(matches):
+            matches = [hmac.compare_digest(each, key) for each in sent for key in keys]
+            if not any(matches):
                 raise ApiError(
                     401, "a valid API key is required: Authorization: Bearer KEY", code="invalid_api_key"
                 )
