@@ -21,6 +21,11 @@ export async function feature(column, name, check) {
   console.log(JSON.stringify(line));
 }
 
+// Why the client has nothing for a column.
+export function absent(column, why) {
+  console.log(JSON.stringify({ column, feature: "none", absent: why }));
+}
+
 export function assert(holds, seen) {
   if (!holds) throw new Error(`found ${JSON.stringify(seen)}`);
 }

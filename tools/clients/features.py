@@ -58,6 +58,12 @@ def feature(column: str, name: str) -> Callable[[Callable[[], object]], None]:
     return run
 
 
+def absent(columns: str, why: str) -> None:
+    """Say why the client has nothing for some columns (names with spaces between them)."""
+    for column in columns.split():
+        print(json.dumps({"column": column, "feature": "none", "absent": why}), flush=True)
+
+
 def aborted() -> float:
     """Number of requests that the server has ended because their client hung up."""
     with urllib.request.urlopen(f"{BASE_URL}/metrics", timeout=10) as answer:

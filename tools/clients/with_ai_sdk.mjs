@@ -16,6 +16,19 @@ const models = { compatible, "openai chat": openai.chat(MODEL), "openai response
 
 version("ai");
 
+for (const [name, model] of [
+  ["compatible", createOpenAICompatible({ ...at, name: "here" }).completionModel(MODEL)],
+  ["openai", openai.completion(MODEL)],
+]) {
+  await feature("text", `${name}: generateText, streamText`, async () => {
+    const asked = { model, prompt: "Once upon a time", maxRetries: 0, maxOutputTokens: 16, temperature: 0 };
+    const done = await ai.generateText(asked);
+    let text = "";
+    for await (const part of ai.streamText(asked).textStream) text += part;
+    assert(done.text && done.text === text, [done.text, text]);
+  });
+}
+
 for (const [name, model] of Object.entries(models)) {
   const column = name.endsWith("responses") ? () => "responses" : (own) => own;
   const asked = { model, prompt, maxRetries: 0 };

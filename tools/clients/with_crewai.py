@@ -10,7 +10,7 @@ from typing import Literal
 os.environ["CREWAI_DISABLE_TELEMETRY"] = os.environ["OTEL_SDK_DISABLED"] = "true"
 
 from crewai import LLM, Agent, Crew, Task
-from features import BASE_URL, LONG, MODEL, feature, hanging_up, version
+from features import BASE_URL, LONG, MODEL, absent, feature, hanging_up, version
 from pydantic import BaseModel, Field
 
 
@@ -41,6 +41,7 @@ def model(**more: object) -> LLM:
 
 
 version("crewai")
+absent("text", "the client calls no `/v1/completions`")
 
 
 @feature("chat", "call")

@@ -7,7 +7,7 @@ import contextlib
 import gc
 from typing import Annotated, Literal
 
-from features import BASE_URL, LONG, MODEL, feature, hanging_up, version
+from features import BASE_URL, LONG, MODEL, absent, feature, hanging_up, version
 from haystack.components.agents import Agent
 from haystack.components.generators.chat import OpenAIChatGenerator, OpenAIResponsesChatGenerator
 from haystack.dataclasses import ChatMessage, StreamingChunk
@@ -44,6 +44,7 @@ def generator(**more: object) -> OpenAIChatGenerator:
 
 
 version("haystack-ai")
+absent("text", "the client calls no `/v1/completions`")
 
 
 @feature("chat", "run")

@@ -17,12 +17,13 @@ from agents import (
     function_tool,
     set_tracing_disabled,
 )
-from features import BASE_URL, LONG, MODEL, feature, hanging_up, version
+from features import BASE_URL, LONG, MODEL, absent, feature, hanging_up, version
 from pydantic import BaseModel, ConfigDict, Field
 
 set_tracing_disabled(True)
 KINDS = {"chat": OpenAIChatCompletionsModel, "responses": OpenAIResponsesModel}
 version("openai-agents")
+absent("text", "the client calls no `/v1/completions`")
 
 
 class Person(BaseModel):

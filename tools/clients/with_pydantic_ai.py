@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from typing import Literal
 
-from features import BASE_URL, LONG, MODEL, feature, hanging_up, version
+from features import BASE_URL, LONG, MODEL, absent, feature, hanging_up, version
 from openai import AsyncOpenAI
 from pydantic import BaseModel, Field
 from pydantic_ai import Agent, ModelSettings, NativeOutput, RunContext, ToolOutput
@@ -25,6 +25,7 @@ class Person(BaseModel):
 provider = OpenAIProvider(base_url=f"{BASE_URL}/v1", api_key="none")
 model = OpenAIChatModel(MODEL, provider=provider)
 version("pydantic-ai-slim")
+absent("text", "the client calls no `/v1/completions`")
 
 
 @feature("chat", "run")
