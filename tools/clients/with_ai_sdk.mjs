@@ -72,4 +72,10 @@ for (const [name, model] of Object.entries(models)) {
     });
     assert(greeted.length > 0 && done.steps.length === 2, done.steps);
   });
+  await feature(column("tools"), `${name}: streamText, required`, async () => {
+    const greet = ai.tool({ inputSchema: z.object({ mood: z.enum(["glad", "sad"]) }) });
+    const done = ai.streamText({ ...asked, tools: { greet }, toolChoice: "required", maxOutputTokens: 300 });
+    const calls = await done.toolCalls;
+    assert(calls.length > 0 && ["glad", "sad"].includes(calls[0].input.mood), calls);
+  });
 }

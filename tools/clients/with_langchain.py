@@ -121,6 +121,20 @@ def _() -> None:
     assert answer.content
 
 
+for is_responses in (False, True):
+
+    @feature("responses" if is_responses else "tools", "bind_tools, streamed")
+    def _(is_responses: bool = is_responses) -> None:
+        asked = chat(use_responses_api=is_responses, max_tokens=300).bind_tools(
+            [greet], tool_choice="required", strict=True, parallel_tool_calls=False
+        )
+        first, *more = asked.stream("Greet somebody glad.")
+        for part in more:
+            first += part
+        [call] = first.tool_calls
+        assert call["args"]["mood"] in ("glad", "sad")
+
+
 @feature("responses", "invoke")
 def _() -> None:
     assert chat(use_responses_api=True, max_tokens=16).invoke("Who is glad?").text

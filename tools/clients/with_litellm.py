@@ -68,6 +68,21 @@ for provider in ("hosted_vllm", "openai"):
         check_person(call.function.arguments)
         return None
 
+    @feature("tools", f"{provider}: required, streamed")
+    def _(at: dict = at) -> None:
+        tools = [copy.deepcopy(TOOL)]
+        parts = litellm.completion(
+            messages=HI, tools=tools, tool_choice="required", stream=True, parallel_tool_calls=False, **at
+        )
+        [call] = litellm.stream_chunk_builder(list(parts)).choices[0].message.tool_calls
+        assert json.loads(call.function.arguments)["mood"] in PERSON["properties"]["mood"]["enum"]
+
+
+@feature("chat", "anthropic: completion, at /v1/messages")
+def _() -> None:
+    at = {"model": f"anthropic/{MODEL}", "api_base": BASE_URL, "api_key": "none"}
+    assert litellm.completion(messages=HI, max_tokens=16, **at).choices[0].message.content
+
 
 @feature("responses", "responses")
 def _() -> None:

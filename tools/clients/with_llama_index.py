@@ -82,6 +82,14 @@ def _() -> None:
     assert isinstance(call.tool_kwargs["mood"], str)
 
 
+@feature("tools", "stream_chat_with_tools, required")
+def _() -> None:
+    llm, tool = model(is_chat=True), FunctionTool.from_defaults(greet)
+    *_, last = llm.stream_chat_with_tools([tool], user_msg="Who is glad?", tool_required=True)
+    [call] = llm.get_tool_calls_from_response(last)[:1]
+    assert isinstance(call.tool_kwargs["mood"], str)
+
+
 @feature("structured", "as_structured_llm")
 def _() -> None:
     found = model(is_chat=True).as_structured_llm(Person).complete("Who is glad?").raw

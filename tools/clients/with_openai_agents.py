@@ -85,6 +85,12 @@ for kind in KINDS:
         result = Runner.run_sync(agent, "Who is glad?", max_turns=3)
         assert any(item.type == "tool_call_output_item" for item in result.new_items)
 
+    @feature(column or "tools", f"{kind}: function_tool, run_streamed")
+    def _(kind: str = kind) -> None:
+        settings = ModelSettings(max_tokens=300, tool_choice="required", temperature=0)
+        agent = Agent(name="a", model=model_of(kind), tools=[greet], model_settings=settings)
+        assert isinstance(asyncio.run(streamed(agent)), str)
+
     @feature("cancel", f"{kind}: run, cancelled")
     def _(kind: str = kind) -> None:
         async def cancelled() -> None:
