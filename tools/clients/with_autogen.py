@@ -20,7 +20,7 @@ from autogen_core.models import (
 from autogen_core.tools import FunctionTool
 from autogen_ext.agents.openai import OpenAIAgent
 from autogen_ext.models.openai import OpenAIChatCompletionClient
-from features import BASE_URL, LONG, MODEL, absent, feature, hanging_up, version
+from features import BASE_URL, LONG, MODEL, absent, at_work, feature, hanging_up, version
 from pydantic import BaseModel, ConfigDict, Field
 
 HI = [UserMessage(content="Who is glad?", source="user")]
@@ -138,7 +138,7 @@ def _() -> None:
         token = CancellationToken()
         asked = client(**LONG).create(HI, cancellation_token=token)
         answer = asyncio.create_task(asked)
-        await asyncio.sleep(0.5)
+        await at_work()
         token.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             raise AssertionError(f"the answer came before it was cancelled: {await answer}")

@@ -8,7 +8,7 @@ import copy
 import json
 
 import litellm
-from features import BASE_URL, LONG, MODEL, PERSON, check_person, feature, hanging_up, version
+from features import BASE_URL, LONG, MODEL, PERSON, at_work, check_person, feature, hanging_up, version
 
 HI = [{"role": "user", "content": "Who is glad?"}]
 TOOL = {"type": "function", "function": {"name": "greet", "parameters": PERSON, "strict": True}}
@@ -41,7 +41,7 @@ for provider in ("hosted_vllm", "openai"):
     def _(at: dict = at) -> None:
         async def cancelled() -> None:
             answer = asyncio.create_task(litellm.acompletion(messages=HI, **LONG, **at))
-            await asyncio.sleep(1)
+            await at_work()
             answer.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 raise AssertionError(f"the answer came before it was cancelled: {await answer}")

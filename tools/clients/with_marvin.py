@@ -12,7 +12,7 @@ os.environ["MARVIN_DATABASE_URL"] = f"sqlite+aiosqlite:///{tempfile.mkdtemp()}/m
 os.environ["MARVIN_ENABLE_DEFAULT_PRINT_HANDLER"] = "false"
 
 import marvin
-from features import BASE_URL, LONG, MODEL, absent, feature, hanging_up, version
+from features import BASE_URL, LONG, MODEL, absent, at_work, feature, hanging_up, version
 from pydantic import BaseModel, Field
 from pydantic_ai.exceptions import AgentRunError
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
@@ -84,7 +84,7 @@ def _() -> None:
     async def cancelled() -> None:
         asked = agent(**{**LONG, "max_tokens": 1500})  # Marvin's prompt has 443 tokens
         answer = asyncio.create_task(marvin.run_async("Who is glad?", agents=[asked]))
-        await asyncio.sleep(1)
+        await at_work()
         answer.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             raise AssertionError(f"the answer came before it was cancelled: {await answer}")

@@ -17,7 +17,7 @@ from agents import (
     function_tool,
     set_tracing_disabled,
 )
-from features import BASE_URL, LONG, MODEL, absent, feature, hanging_up, version
+from features import BASE_URL, LONG, MODEL, absent, at_work, feature, hanging_up, version
 from pydantic import BaseModel, ConfigDict, Field
 
 set_tracing_disabled(True)
@@ -97,7 +97,7 @@ for kind in KINDS:
             settings = ModelSettings(**LONG)
             agent = Agent(name="a", model=model_of(kind), model_settings=settings)
             answer = asyncio.create_task(Runner.run(agent, "Who is glad?"))
-            await asyncio.sleep(1)
+            await at_work()
             answer.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 raise AssertionError(f"the answer came before it was cancelled: {await answer}")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from typing import Literal
 
 import openai
-from features import BASE_URL, LONG, MODEL, feature, hanging_up, version
+from features import BASE_URL, LONG, MODEL, at_work, feature, hanging_up, version
 from pydantic import BaseModel, Field
 from semantic_kernel import Kernel
 from semantic_kernel.agents import OpenAIResponsesAgent
@@ -123,7 +123,7 @@ async def _() -> None:
 def _() -> None:
     async def cancelled() -> None:
         answer = asyncio.create_task(chat().get_chat_message_content(asking(), Settings(**LONG)))
-        await asyncio.sleep(0.5)
+        await at_work()
         answer.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             raise AssertionError(f"the answer came before it was cancelled: {await answer}")
