@@ -168,6 +168,16 @@ async def test_unknown_route_and_method(client: TestClient) -> None:
         response = await client.post(path, json={})
         assert response.status == 404
         assert check_error(await response.json())["message"].endswith(f" (did you mean {URL}?)")
+    for path, use in (
+        ("/v1/conversations", ": conversations are not kept; use previous_response_id of /v1/responses"),
+        ("/v1/conversations/conv_1/items", "; use previous_response_id of /v1/responses"),
+        ("/v1/embeddings", "(POST /v1/embeddings): the models here generate text only"),
+        ("/v1/threads/runs", "; use /v1/responses"),
+        ("/api/chat", "; use /v1/chat/completions"),
+    ):
+        response = await client.post(path, json={})
+        assert response.status == 404
+        assert check_error(await response.json())["message"].endswith(use)
     response = await client.get(URL)
     assert response.status == 405
     assert response.headers["Allow"] == "POST"

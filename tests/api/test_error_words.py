@@ -122,6 +122,7 @@ async def test_a_field_of_chats_in_a_response_is_called_by_its_own_name(post: Po
             "input[0].tool_calls",
             "; send an item of type function_call",
         ),
+        ({"conversation": "conv_1"}, "conversation", "; use previous_response_id"),
     ):
         status, body = await post(RESPONSES, **{"input": "x", **fields})
         assert (status, body["error"]["message"]) == (400, f"{param} is not supported{use}")

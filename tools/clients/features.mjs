@@ -21,29 +21,43 @@ export async function feature(column, name, check) {
   console.log(JSON.stringify(line));
 }
 
+// Why the client has nothing for a column.
+export function absent(column, why) {
+  console.log(JSON.stringify({ column, feature: "none", absent: why }));
+}
+
 export function assert(holds, seen) {
   if (!holds) throw new Error(`found ${JSON.stringify(seen)}`);
 }
 
-async function aborted() {
+async function counted(name, label = "") {
   const lines = (await (await fetch(`${BASE_URL}/metrics`)).text()).split("\n");
-  const counts = lines.filter((line) => /^vllm:request_success_total\{.*finished_reason="abort"/.test(line));
-  assert(counts.length > 0, "no count of aborted requests");
+  const counts = lines.filter((line) => line.startsWith(`vllm:${name}{`) && line.includes(label));
+  assert(counts.length > 0, `no count of ${name}`);
   return counts.reduce((sum, line) => sum + Number(line.split(" ").at(-1)), 0);
 }
 
-// Abort what a function begins, half a second later: the server must end that request within five seconds.
+const aborted = () => counted("request_success_total", 'finished_reason="abort"');
+
+async function until(holds, seconds, otherwise) {
+  const end = Date.now() + seconds * 1000;
+  while (!(await holds())) {
+    assert(Date.now() < end, otherwise);
+    await new Promise((done) => setTimeout(done, 50));
+  }
+}
+
+// Abort what a function begins once the server is at work on it: it must end that request within five seconds.
 export async function hangingUp(begin) {
   const before = await aborted();
   const controller = new AbortController();
-  setTimeout(() => controller.abort(), 500);
-  await begin(controller.signal).catch(() => {});
-  assert(controller.signal.aborted, "the answer came before it was cancelled");
-  const end = Date.now() + 5000;
-  while ((await aborted()) === before) {
-    assert(Date.now() < end, "the client hung up, and the server counted no aborted request");
-    await new Promise((done) => setTimeout(done, 50));
-  }
+  let came = false;
+  const answer = begin(controller.signal).then(() => (came = true), () => {});
+  await until(() => counted("num_requests_running"), 30, "the server had no request within 30 s");
+  assert(!came, "the answer came before it was cancelled");
+  controller.abort();
+  await answer;
+  await until(async () => (await aborted()) !== before, 5, "the client hung up, and no aborted request was counted");
 }
 
 export const PERSON = {

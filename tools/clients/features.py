@@ -6,6 +6,7 @@ directory with the model's tokenizer for clients that count tokens themselves.
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import json
 import os
@@ -58,17 +59,35 @@ def feature(column: str, name: str) -> Callable[[Callable[[], object]], None]:
     return run
 
 
-def aborted() -> float:
-    """Number of requests that the server has ended because their client hung up."""
+def absent(columns: str, why: str) -> None:
+    """Say why the client has nothing for some columns (names with spaces between them)."""
+    for column in columns.split():
+        print(json.dumps({"column": column, "feature": "none", "absent": why}), flush=True)
+
+
+def counted(name: str, label: str = "") -> float:
+    """Return the sum of a metric of the server, over the lines that have a label."""
     with urllib.request.urlopen(f"{BASE_URL}/metrics", timeout=10) as answer:
         lines = answer.read().decode().splitlines()
     counts = [
-        float(line.split()[-1])
-        for line in lines
-        if line.startswith("vllm:request_success_total{") and 'finished_reason="abort"' in line
+        float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}{{") and label in line
     ]
-    assert counts, "the server does not count aborted requests"
+    assert counts, f"the server does not count {name}"
     return sum(counts)
+
+
+def aborted() -> float:
+    """Number of requests that the server has ended because their client hung up."""
+    return counted("request_success_total", 'finished_reason="abort"')
+
+
+async def at_work() -> None:
+    """Wait until the server is at work on a request: one that is cancelled earlier never reaches it."""
+    for _ in range(600):
+        if await asyncio.to_thread(counted, "num_requests_running"):
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError("the server had no request within 30 s")
 
 
 @contextmanager

@@ -28,7 +28,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 TOKENIZER = ROOT / "src" / "xdeepserve" / "model" / "preset_files" / "tiny"
-COLUMNS = ("text", "chat", "stream", "structured", "tools", "responses", "cancel", "load", "metrics")
+FEATURES = ("text", "chat", "stream", "structured", "tools", "responses", "cancel")
+COLUMNS = (*FEATURES, "load", "metrics")
 INSTALL_SECONDS, RUN_SECONDS = 600, 600
 SERVE = ("-m", "xdeepserve", "serve", "--model", "tiny", "--port", "0", "--set", "mtp=1")
 
@@ -40,6 +41,7 @@ class Client:
     script: str
     packages: tuple[str, ...] = ()
     alone: tuple[str, ...] = ()  # packages without what they say they need
+    columns: tuple[str, ...] = FEATURES  # each is tried, or its script says why the client has nothing for it
 
 
 # vLLM's own dependencies bring CUDA; its benchmark needs none of that.
@@ -72,11 +74,11 @@ CLIENTS = {
     "mirascope": Client("with_mirascope.py", ("mirascope[openai]",)),
     "outlines": Client("with_outlines.py", ("outlines[openai]",)),
     "semantic-kernel": Client("with_semantic_kernel.py", ("semantic-kernel",)),
-    "guidellm": Client("with_guidellm.py", ("guidellm",)),
-    "aiperf": Client("with_aiperf.py", ("aiperf",)),
-    "lm-eval": Client("with_lm_eval.py", ("lm-eval[api]", "transformers")),
-    "vllm": Client("with_vllm_bench.py", VLLM_NEEDS, alone=("vllm",)),
-    "prometheus": Client("with_prometheus.py"),
+    "guidellm": Client("with_guidellm.py", ("guidellm",), columns=("load",)),
+    "aiperf": Client("with_aiperf.py", ("aiperf",), columns=("load",)),
+    "lm-eval": Client("with_lm_eval.py", ("lm-eval[api]", "transformers"), columns=("text", "chat")),
+    "vllm": Client("with_vllm_bench.py", VLLM_NEEDS, alone=("vllm",), columns=("load",)),
+    "prometheus": Client("with_prometheus.py", columns=("metrics",)),
 }
 
 
@@ -91,12 +93,26 @@ class Outcome:
 
     @property
     def is_ours(self) -> bool:
-        """Something does not work, and it is not said to be the client's fault."""
-        return any("failed" in line for line in self.lines) or bool(self.lines and self.note)
+        """Something does not work, and it is not said to be the client's fault; or a column has no word."""
+        return bool(self.lines) and bool(self.note or self.untried or self.failed)
+
+    @property
+    def failed(self) -> int:
+        return sum("failed" in line for line in self.lines)
+
+    @property
+    def untried(self) -> list[str]:
+        """Columns of which the script says nothing at all."""
+        said = {line["column"] for line in self.lines}
+        return [column for column in CLIENTS[self.name].columns if column not in said]
 
     def cell(self, column: str) -> str:
-        """Of the table: nothing was tried, all works, or what does not."""
+        """Of the table: all works, what does not, or why the client has nothing for it."""
         lines = [line for line in self.lines if line["column"] == column]
+        if absent := [line["absent"] for line in lines if "absent" in line]:
+            return f"none: {'; '.join(absent)}"
+        if self.lines and column in self.untried:
+            return "untried"
         bad = [
             f"{line['feature']}: {line.get('failed') or line['fault']}"
             for line in lines
@@ -240,9 +256,9 @@ def main() -> int:
             begin = time.monotonic()
             outcome = tried(name, work.resolve() / name, environment)
             outcomes.append(outcome)
-            bad = sum("failed" in line for line in outcome.lines)
+            works = sum(not {"failed", "absent"} & set(line) for line in outcome.lines)
             seconds = time.monotonic() - begin
-            print(f"{name}: {len(outcome.lines) - bad} work, {bad} do not; {seconds:.0f} s {outcome.note}")
+            print(f"{name}: {works} work, {outcome.failed} do not; {seconds:.0f} s {outcome.note}")
     print_table(outcomes)
     return 1 if any(outcome.is_ours for outcome in outcomes) else 0
 

@@ -16,6 +16,19 @@ const models = { compatible, "openai chat": openai.chat(MODEL), "openai response
 
 version("ai");
 
+for (const [name, model] of [
+  ["compatible", createOpenAICompatible({ ...at, name: "here" }).completionModel(MODEL)],
+  ["openai", openai.completion(MODEL)],
+]) {
+  await feature("text", `${name}: generateText, streamText`, async () => {
+    const asked = { model, prompt: "Once upon a time", maxRetries: 0, maxOutputTokens: 16, temperature: 0 };
+    const done = await ai.generateText(asked);
+    let text = "";
+    for await (const part of ai.streamText(asked).textStream) text += part;
+    assert(done.text && done.text === text, [done.text, text]);
+  });
+}
+
 for (const [name, model] of Object.entries(models)) {
   const column = name.endsWith("responses") ? () => "responses" : (own) => own;
   const asked = { model, prompt, maxRetries: 0 };
@@ -58,5 +71,11 @@ for (const [name, model] of Object.entries(models)) {
       prepareStep: ({ stepNumber }) => ({ toolChoice: stepNumber === 0 ? "required" : "none" }),
     });
     assert(greeted.length > 0 && done.steps.length === 2, done.steps);
+  });
+  await feature(column("tools"), `${name}: streamText, required`, async () => {
+    const greet = ai.tool({ inputSchema: z.object({ mood: z.enum(["glad", "sad"]) }) });
+    const done = ai.streamText({ ...asked, tools: { greet }, toolChoice: "required", maxOutputTokens: 300 });
+    const calls = await done.toolCalls;
+    assert(calls.length > 0 && ["glad", "sad"].includes(calls[0].input.mood), calls);
   });
 }

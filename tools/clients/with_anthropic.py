@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import anthropic
-from features import BASE_URL, MODEL, PERSON, check_person, feature, hanging_up, version
+from features import BASE_URL, MODEL, PERSON, absent, check_person, feature, hanging_up, version
 
 client = anthropic.Anthropic(base_url=BASE_URL, api_key="none", max_retries=0)
 HI = [{"role": "user", "content": "Who is glad?"}]
@@ -13,6 +13,7 @@ GREEDY = {"temperature": 0}  # newer versions have no argument for it
 TOOL = {"name": "greet", "description": "Greet a person.", "input_schema": PERSON}
 
 version("anthropic")
+absent("text responses", "the client calls `/v1/messages` only")
 
 
 @feature("chat", "message")

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Coroutine
 from typing import Literal
 
+import openai
 from autogen_agentchat.agents import AssistantAgent
 from autogen_core import CancellationToken
 from autogen_core.models import (
@@ -17,8 +18,9 @@ from autogen_core.models import (
     UserMessage,
 )
 from autogen_core.tools import FunctionTool
+from autogen_ext.agents.openai import OpenAIAgent
 from autogen_ext.models.openai import OpenAIChatCompletionClient
-from features import BASE_URL, LONG, MODEL, feature, hanging_up, version
+from features import BASE_URL, LONG, MODEL, absent, at_work, feature, hanging_up, version
 from pydantic import BaseModel, ConfigDict, Field
 
 HI = [UserMessage(content="Who is glad?", source="user")]
@@ -60,6 +62,7 @@ def run(check: Callable[[], Coroutine[object, object, None]]) -> Callable[[], No
 
 
 version("autogen-ext")
+absent("text", "the client calls no `/v1/completions`")
 
 
 @feature("chat", "create")
@@ -120,13 +123,22 @@ async def _() -> None:
     assert (await asked.create(turns, tools=[tool], tool_choice="none")).content
 
 
+@feature("responses", "OpenAIAgent, two turns")
+@run
+async def _() -> None:
+    asked = openai.AsyncOpenAI(base_url=f"{BASE_URL}/v1", api_key="none", max_retries=0)
+    agent = OpenAIAgent("a", "An agent.", asked, MODEL, "Be brief.", max_output_tokens=16)
+    for _turn in range(2):
+        assert (await agent.run(task="Who is glad?")).messages[-1].content
+
+
 @feature("cancel", "CancellationToken")
 def _() -> None:
     async def cancelled() -> None:
         token = CancellationToken()
         asked = client(**LONG).create(HI, cancellation_token=token)
         answer = asyncio.create_task(asked)
-        await asyncio.sleep(0.5)
+        await at_work()
         token.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             raise AssertionError(f"the answer came before it was cancelled: {await answer}")

@@ -10,7 +10,7 @@ from typing import Literal
 os.environ["CREWAI_DISABLE_TELEMETRY"] = os.environ["OTEL_SDK_DISABLED"] = "true"
 
 from crewai import LLM, Agent, Crew, Task
-from features import BASE_URL, LONG, MODEL, feature, hanging_up, version
+from features import BASE_URL, LONG, MODEL, absent, at_work, feature, hanging_up, version
 from pydantic import BaseModel, Field
 
 
@@ -41,6 +41,7 @@ def model(**more: object) -> LLM:
 
 
 version("crewai")
+absent("text", "the client calls no `/v1/completions`")
 
 
 @feature("chat", "call")
@@ -92,7 +93,7 @@ def _() -> None:
 def _() -> None:
     async def cancelled() -> None:
         answer = asyncio.create_task(model(additional_params=LONG).acall("Who is glad?"))
-        await asyncio.sleep(0.5)
+        await at_work()
         answer.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             raise AssertionError(f"the answer came before it was cancelled: {await answer}")

@@ -15,7 +15,7 @@ from dspy.lm15 import (
     ProviderDefinition,
     register_provider,
 )
-from features import BASE_URL, LONG, MODEL, feature, hanging_up, version
+from features import BASE_URL, LONG, MODEL, at_work, feature, hanging_up, version
 from pydantic import BaseModel, Field
 
 
@@ -115,7 +115,7 @@ def _() -> None:
 def _() -> None:
     async def cancelled() -> None:
         answer = asyncio.create_task(model(**LONG).acall(messages=HI))
-        await asyncio.sleep(1)
+        await at_work()
         answer.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             raise AssertionError(f"the answer came before it was cancelled: {await answer}")

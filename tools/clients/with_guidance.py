@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Literal
 
 import guidance
-from features import BASE_URL, MODEL, PERSON, check_person, feature, version
+from features import BASE_URL, MODEL, PERSON, absent, check_person, feature, version
 from guidance.models.experimental import VLLMModel
 
 at = {"base_url": f"{BASE_URL}/v1", "api_key": "none", "echo": False}
 models = {"vllm": VLLMModel, "openai": guidance.models.OpenAI}
 version("guidance")
+absent("text responses", "the client calls `/v1/chat/completions` only")
+absent("cancel", "a thread of the client reads the stream to its end, whether anybody wants it or not")
 
 
 def asked(kind: str) -> guidance.models.Model:

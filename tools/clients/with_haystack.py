@@ -7,7 +7,7 @@ import contextlib
 import gc
 from typing import Annotated, Literal
 
-from features import BASE_URL, LONG, MODEL, feature, hanging_up, version
+from features import BASE_URL, LONG, MODEL, absent, at_work, feature, hanging_up, version
 from haystack.components.agents import Agent
 from haystack.components.generators.chat import OpenAIChatGenerator, OpenAIResponsesChatGenerator
 from haystack.dataclasses import ChatMessage, StreamingChunk
@@ -44,6 +44,7 @@ def generator(**more: object) -> OpenAIChatGenerator:
 
 
 version("haystack-ai")
+absent("text", "the client calls no `/v1/completions`")
 
 
 @feature("chat", "run")
@@ -102,7 +103,7 @@ def _() -> None:
 def _() -> None:
     async def cancelled() -> None:
         answer = asyncio.create_task(generator(**LONG).run_async(HI))
-        await asyncio.sleep(0.5)
+        await at_work()
         answer.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             raise AssertionError(f"the answer came before it was cancelled: {await answer}")

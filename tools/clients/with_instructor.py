@@ -6,7 +6,7 @@ from typing import Literal
 
 import instructor
 import openai
-from features import BASE_URL, LONG, MODEL, feature, hanging_up, version
+from features import BASE_URL, LONG, MODEL, absent, feature, hanging_up, version
 from pydantic import BaseModel, Field
 
 HI = [{"role": "user", "content": "Who is glad?"}]
@@ -21,6 +21,7 @@ class Person(BaseModel):
 
 
 version("instructor")
+absent("text", "the client calls no `/v1/completions`")
 # Not PARALLEL_TOOLS, which asks with `tool_choice: auto`: then the model decides whether there is a call.
 MODES = {
     "TOOLS": "tools",
@@ -45,6 +46,16 @@ for mode, column in MODES.items():
 def client() -> instructor.Instructor:
     raw = openai.OpenAI(base_url=f"{BASE_URL}/v1", api_key="none", max_retries=0)
     return instructor.from_openai(raw, mode=instructor.Mode.JSON_SCHEMA)
+
+
+@feature("responses", "RESPONSES_TOOLS")
+def _() -> None:
+    raw = openai.OpenAI(base_url=f"{BASE_URL}/v1", api_key="none", max_retries=0)
+    asked = instructor.from_openai(raw, mode=instructor.Mode.RESPONSES_TOOLS)
+    found = asked.create(
+        model=MODEL, messages=HI, response_model=Person, max_output_tokens=300, max_retries=0
+    )
+    assert isinstance(found, Person)
 
 
 @feature("chat", "without a model of the answer")

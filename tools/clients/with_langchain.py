@@ -7,7 +7,7 @@ from typing import Literal
 from features import BASE_URL, LONG, MODEL, PERSON, check_person, feature, hanging_up, version
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI
+from langchain_openai import ChatOpenAI, OpenAI
 from openai import LengthFinishReasonError
 from pydantic import BaseModel, Field
 
@@ -33,6 +33,16 @@ def chat(**more: object) -> ChatOpenAI:
 
 
 version("langchain-openai")
+
+
+@feature("text", "OpenAI, invoke and stream")
+def _() -> None:
+    model = OpenAI(
+        base_url=f"{BASE_URL}/v1", api_key="none", model=MODEL, max_retries=0, max_tokens=16, temperature=0
+    )
+    text = model.invoke("Once upon a time")
+    assert text
+    assert "".join(model.stream("Once upon a time")) == text
 
 
 @feature("chat", "invoke")
@@ -109,6 +119,20 @@ def _() -> None:
     assert isinstance(result, ToolMessage)
     answer = chat(max_tokens=16).bind_tools([greet], tool_choice="none").invoke([asked, call, result])
     assert answer.content
+
+
+for is_responses in (False, True):
+
+    @feature("responses" if is_responses else "tools", "bind_tools, streamed")
+    def _(is_responses: bool = is_responses) -> None:
+        asked = chat(use_responses_api=is_responses, max_tokens=300).bind_tools(
+            [greet], tool_choice="required", strict=True, parallel_tool_calls=False
+        )
+        first, *more = asked.stream("Greet somebody glad.")
+        for part in more:
+            first += part
+        [call] = first.tool_calls
+        assert call["args"]["mood"] in ("glad", "sad")
 
 
 @feature("responses", "invoke")

@@ -8,7 +8,7 @@ import copy
 import json
 
 import litellm
-from features import BASE_URL, LONG, MODEL, PERSON, check_person, feature, hanging_up, version
+from features import BASE_URL, LONG, MODEL, PERSON, at_work, check_person, feature, hanging_up, version
 
 HI = [{"role": "user", "content": "Who is glad?"}]
 TOOL = {"type": "function", "function": {"name": "greet", "parameters": PERSON, "strict": True}}
@@ -41,7 +41,7 @@ for provider in ("hosted_vllm", "openai"):
     def _(at: dict = at) -> None:
         async def cancelled() -> None:
             answer = asyncio.create_task(litellm.acompletion(messages=HI, **LONG, **at))
-            await asyncio.sleep(1)
+            await at_work()
             answer.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 raise AssertionError(f"the answer came before it was cancelled: {await answer}")
@@ -67,6 +67,21 @@ for provider in ("hosted_vllm", "openai"):
             return "works, but LiteLLM sends schemas without `strict` and `additionalProperties`"
         check_person(call.function.arguments)
         return None
+
+    @feature("tools", f"{provider}: required, streamed")
+    def _(at: dict = at) -> None:
+        tools = [copy.deepcopy(TOOL)]
+        parts = litellm.completion(
+            messages=HI, tools=tools, tool_choice="required", stream=True, parallel_tool_calls=False, **at
+        )
+        [call] = litellm.stream_chunk_builder(list(parts)).choices[0].message.tool_calls
+        assert json.loads(call.function.arguments)["mood"] in PERSON["properties"]["mood"]["enum"]
+
+
+@feature("chat", "anthropic: completion, at /v1/messages")
+def _() -> None:
+    at = {"model": f"anthropic/{MODEL}", "api_base": BASE_URL, "api_key": "none"}
+    assert litellm.completion(messages=HI, max_tokens=16, **at).choices[0].message.content
 
 
 @feature("responses", "responses")

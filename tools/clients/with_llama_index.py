@@ -8,6 +8,7 @@ from typing import Literal
 from features import BASE_URL, LONG, MODEL, feature, hanging_up, version
 from llama_index.core.llms import ChatMessage
 from llama_index.core.tools import FunctionTool
+from llama_index.llms.openai.responses import OpenAIResponses
 from llama_index.llms.openai_like import OpenAILike
 from pydantic import BaseModel, Field
 
@@ -81,7 +82,31 @@ def _() -> None:
     assert isinstance(call.tool_kwargs["mood"], str)
 
 
+@feature("tools", "stream_chat_with_tools, required")
+def _() -> None:
+    llm, tool = model(is_chat=True), FunctionTool.from_defaults(greet)
+    *_, last = llm.stream_chat_with_tools([tool], user_msg="Who is glad?", tool_required=True)
+    [call] = llm.get_tool_calls_from_response(last)[:1]
+    assert isinstance(call.tool_kwargs["mood"], str)
+
+
 @feature("structured", "as_structured_llm")
 def _() -> None:
     found = model(is_chat=True).as_structured_llm(Person).complete("Who is glad?").raw
     assert isinstance(found, Person)
+
+
+@feature("responses", "OpenAIResponses: chat, stream_chat")
+def _() -> None:
+    llm = OpenAIResponses(
+        model=MODEL,
+        api_base=f"{BASE_URL}/v1",
+        api_key="none",
+        context_window=2048,
+        max_output_tokens=16,
+        max_retries=0,
+        temperature=0,
+    )
+    text = llm.chat(HI).message.content
+    assert text
+    assert "".join(part.delta or "" for part in llm.stream_chat(HI)) == text

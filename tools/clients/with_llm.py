@@ -14,7 +14,15 @@ HOME = Path(tempfile.mkdtemp())
 os.environ["LLM_USER_PATH"] = str(HOME)
 SERVER = {"model_id": "served", "model_name": MODEL, "api_base": f"{BASE_URL}/v1"}
 ABLE = {"supports_tools": True, "supports_schema": True, "can_stream": True}
-(HOME / "extra-openai-models.yaml").write_text(json.dumps([SERVER | ABLE]))
+(HOME / "extra-openai-models.yaml").write_text(
+    json.dumps(
+        [
+            SERVER | ABLE,
+            SERVER | {"model_id": "texts", "completion": True},
+            SERVER | ABLE | {"model_id": "responses", "responses": True},
+        ]
+    )
+)
 
 import llm  # noqa: E402  # it reads that list when it is imported
 
@@ -27,6 +35,22 @@ version("llm")
 def greet(mood: str) -> str:
     """Greet a person."""
     return mood
+
+
+@feature("text", "prompt")
+def _() -> None:
+    texts = llm.get_model("texts")
+    texts.key = "none"
+    assert texts.prompt("Once upon a time", stream=False, max_tokens=16).text()
+
+
+@feature("responses", "prompt, whole and streamed")
+def _() -> None:
+    asked = llm.get_model("responses")
+    asked.key = "none"
+    text = asked.prompt(HI, stream=False, max_tokens=16, temperature=0).text()
+    assert text
+    assert "".join(asked.prompt(HI, stream=True, max_tokens=16, temperature=0)) == text
 
 
 @feature("chat", "prompt, conversation")

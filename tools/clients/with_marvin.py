@@ -12,10 +12,10 @@ os.environ["MARVIN_DATABASE_URL"] = f"sqlite+aiosqlite:///{tempfile.mkdtemp()}/m
 os.environ["MARVIN_ENABLE_DEFAULT_PRINT_HANDLER"] = "false"
 
 import marvin
-from features import BASE_URL, LONG, MODEL, feature, hanging_up, version
+from features import BASE_URL, LONG, MODEL, absent, at_work, feature, hanging_up, version
 from pydantic import BaseModel, Field
 from pydantic_ai.exceptions import AgentRunError
-from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
 
@@ -26,18 +26,24 @@ class Person(BaseModel):
     mood: Literal["glad", "sad"]
 
 
-def agent(**more: object) -> marvin.Agent:
-    model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=f"{BASE_URL}/v1", api_key="none"))
+def agent(kind: type = OpenAIChatModel, **more: object) -> marvin.Agent:
+    model = kind(MODEL, provider=OpenAIProvider(base_url=f"{BASE_URL}/v1", api_key="none"))
     return marvin.Agent(model=model, model_settings={"max_tokens": 400, "temperature": 0, **more})
 
 
 version("marvin")
+absent("text", "the client calls no `/v1/completions`")
 loop = asyncio.new_event_loop()  # one for all: Marvin's locks and connections belong to it
 
 
 @feature("chat", "run_async")
 def _() -> None:
     assert loop.run_until_complete(marvin.run_async("Who is glad?", agents=[agent()]))
+
+
+@feature("responses", "run_async")
+def _() -> None:
+    assert loop.run_until_complete(marvin.run_async("Who is glad?", agents=[agent(OpenAIResponsesModel)]))
 
 
 @feature("stream", "run_tasks_stream")
@@ -78,7 +84,7 @@ def _() -> None:
     async def cancelled() -> None:
         asked = agent(**{**LONG, "max_tokens": 1500})  # Marvin's prompt has 443 tokens
         answer = asyncio.create_task(marvin.run_async("Who is glad?", agents=[asked]))
-        await asyncio.sleep(1)
+        await at_work()
         answer.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             raise AssertionError(f"the answer came before it was cancelled: {await answer}")

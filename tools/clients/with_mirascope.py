@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from typing import Literal
 
-from features import BASE_URL, MODEL, feature, hanging_up, version
+from features import BASE_URL, MODEL, absent, feature, hanging_up, version
 from mirascope import llm
 from pydantic import BaseModel, Field
 
@@ -31,6 +31,7 @@ def greet(mood: Literal["glad", "sad"]) -> str:
 
 llm.register_provider("openai", scope="openai/", base_url=f"{BASE_URL}/v1", api_key="none")
 version("mirascope")
+absent("text", "the client calls no `/v1/completions`")
 
 for kind in ("completions", "responses"):
     is_chat, name = kind == "completions", f"openai/{MODEL}:{kind}"

@@ -17,12 +17,13 @@ from agents import (
     function_tool,
     set_tracing_disabled,
 )
-from features import BASE_URL, LONG, MODEL, feature, hanging_up, version
+from features import BASE_URL, LONG, MODEL, absent, at_work, feature, hanging_up, version
 from pydantic import BaseModel, ConfigDict, Field
 
 set_tracing_disabled(True)
 KINDS = {"chat": OpenAIChatCompletionsModel, "responses": OpenAIResponsesModel}
 version("openai-agents")
+absent("text", "the client calls no `/v1/completions`")
 
 
 class Person(BaseModel):
@@ -84,13 +85,19 @@ for kind in KINDS:
         result = Runner.run_sync(agent, "Who is glad?", max_turns=3)
         assert any(item.type == "tool_call_output_item" for item in result.new_items)
 
+    @feature(column or "tools", f"{kind}: function_tool, run_streamed")
+    def _(kind: str = kind) -> None:
+        settings = ModelSettings(max_tokens=300, tool_choice="required", temperature=0)
+        agent = Agent(name="a", model=model_of(kind), tools=[greet], model_settings=settings)
+        assert isinstance(asyncio.run(streamed(agent)), str)
+
     @feature("cancel", f"{kind}: run, cancelled")
     def _(kind: str = kind) -> None:
         async def cancelled() -> None:
             settings = ModelSettings(**LONG)
             agent = Agent(name="a", model=model_of(kind), model_settings=settings)
             answer = asyncio.create_task(Runner.run(agent, "Who is glad?"))
-            await asyncio.sleep(1)
+            await at_work()
             answer.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 raise AssertionError(f"the answer came before it was cancelled: {await answer}")

@@ -7,7 +7,7 @@ from typing import Literal
 
 import openai
 import outlines
-from features import BASE_URL, LONG, MODEL, feature, hanging_up, version
+from features import BASE_URL, LONG, MODEL, absent, feature, hanging_up, version
 from outlines.types import CFG, Regex
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -24,6 +24,8 @@ client = openai.OpenAI(base_url=f"{BASE_URL}/v1", api_key="none", max_retries=0)
 models = {"vllm": outlines.from_vllm(client, MODEL), "openai": outlines.from_openai(client, MODEL)}
 GRAMMAR = 'start: "glad" | "sad" " " NUMBER\nNUMBER: /[0-9]/'
 version("outlines")
+absent("text responses", "the client calls `/v1/chat/completions` only")
+absent("tools", "the client has no tools")
 
 for name, model in models.items():
 

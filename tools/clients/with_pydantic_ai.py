@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from typing import Literal
 
-from features import BASE_URL, LONG, MODEL, feature, hanging_up, version
+from features import BASE_URL, LONG, MODEL, absent, at_work, feature, hanging_up, version
 from openai import AsyncOpenAI
 from pydantic import BaseModel, Field
 from pydantic_ai import Agent, ModelSettings, NativeOutput, RunContext, ToolOutput
@@ -25,6 +25,7 @@ class Person(BaseModel):
 provider = OpenAIProvider(base_url=f"{BASE_URL}/v1", api_key="none")
 model = OpenAIChatModel(MODEL, provider=provider)
 version("pydantic-ai-slim")
+absent("text", "the client calls no `/v1/completions`")
 
 
 @feature("chat", "run")
@@ -45,7 +46,7 @@ def _() -> None:
         own = OpenAIProvider(openai_client=AsyncOpenAI(base_url=f"{BASE_URL}/v1", api_key="none"))
         asked = Agent(OpenAIChatModel(MODEL, provider=own)).run("Who is glad?", model_settings=LONG)
         answer = asyncio.create_task(asked)
-        await asyncio.sleep(1)
+        await at_work()
         answer.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             raise AssertionError(f"the answer came before it was cancelled: {await answer}")

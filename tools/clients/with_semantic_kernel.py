@@ -8,9 +8,10 @@ from collections.abc import Callable, Coroutine
 from typing import Literal
 
 import openai
-from features import BASE_URL, LONG, MODEL, feature, hanging_up, version
+from features import BASE_URL, LONG, MODEL, at_work, feature, hanging_up, version
 from pydantic import BaseModel, Field
 from semantic_kernel import Kernel
+from semantic_kernel.agents import OpenAIResponsesAgent
 from semantic_kernel.connectors.ai import FunctionChoiceBehavior
 from semantic_kernel.connectors.ai.open_ai import (
     OpenAIChatCompletion,
@@ -106,11 +107,23 @@ async def _() -> None:
     raise AssertionError("the function was never called")
 
 
+@feature("responses", "OpenAIResponsesAgent, two turns")
+@run
+async def _() -> None:
+    """The agent keeps no turns itself: its thread names the answer before."""
+    agent = OpenAIResponsesAgent(ai_model_id=MODEL, client=client(), instructions="Be brief.")
+    thread = None
+    for _turn in range(2):
+        answer = await agent.get_response("Who is glad?", thread=thread)
+        assert str(answer.message)
+        thread = answer.thread
+
+
 @feature("cancel", "get_chat_message_content, cancelled")
 def _() -> None:
     async def cancelled() -> None:
         answer = asyncio.create_task(chat().get_chat_message_content(asking(), Settings(**LONG)))
-        await asyncio.sleep(0.5)
+        await at_work()
         answer.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             raise AssertionError(f"the answer came before it was cancelled: {await answer}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from features import BASE_URL, LONG, MODEL, PERSON, check_person, feature, hanging_up, version
+from features import BASE_URL, LONG, MODEL, PERSON, absent, check_person, feature, hanging_up, version
 from smolagents import OpenAIServerModel, tool
 
 HI = [{"role": "user", "content": [{"type": "text", "text": "Who is glad?"}]}]
@@ -13,6 +13,7 @@ model = OpenAIServerModel(
     model_id=MODEL, api_base=f"{BASE_URL}/v1", api_key="none", max_tokens=300, temperature=0
 )
 version("smolagents")
+absent("text responses", "the client calls `/v1/chat/completions` only")
 
 
 @tool

@@ -257,6 +257,7 @@ _COMPLETIONS = {
     "top_logprobs": Unserved((0,), "; use logprobs"),
 }
 _RESPONSES = {
+    "conversation": Unserved(("",), "; use previous_response_id"),
     "logprobs": Unserved((False,), "; use include and top_logprobs"),
     "max_tokens": Unserved(use="; use max_output_tokens"),
 }

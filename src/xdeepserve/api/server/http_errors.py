@@ -26,6 +26,17 @@ MAX_BODY_BYTES = 1 << 20  # of a request, or more where the context holds more
 BYTES_PER_TOKEN = 32  # of a body: a token id takes 8, a word of ASCII about 5, one of escaped characters 18
 RETRY_AFTER_S = 1  # a hint for clients; the queue may be longer or shorter then
 
+# Paths of other servers, and all below them: the most similar path here would do something else.
+_TEXT_ONLY = ": the models here generate text only"
+_UNSERVED = {
+    **dict.fromkeys(("/v1/assistants", "/v1/threads"), ": assistants are not kept; use /v1/responses"),
+    **dict.fromkeys(("/v1/audio", "/v1/embeddings", "/v1/images", "/v1/moderations"), _TEXT_ONLY),
+    **dict.fromkeys(("/v1/rerank", "/v1/score", "/v1/videos"), _TEXT_ONLY),
+    "/v1/batches": ": requests are answered at once, each by its own path",
+    "/v1/conversations": ": conversations are not kept; use previous_response_id of /v1/responses",
+    **dict.fromkeys(("/api/chat", "/api/generate"), ": Ollama's API is not served; use /v1/chat/completions"),
+}
+
 log = logging.getLogger("xdeepserve.api")
 # What aiohttp logs by: not requests that are no HTTP, which are answered with a 400 like other bad ones.
 protocol_log = logging.getLogger("xdeepserve.api.http")
@@ -72,7 +83,8 @@ def describe(exc: Exception, request: web.Request) -> tuple[int, ErrorDetail]:
             kind = "server_error" if exc.status >= 500 else "invalid_request_error"
             return exc.status, ErrorDetail(str(exc), type=kind, param=exc.param, code=exc.code)
         case web.HTTPNotFound():
-            hint = meant(request.path, _paths(request))
+            begin = "/".join(request.path.split("/")[:3])
+            hint = _UNSERVED.get(begin) or meant(request.path, _paths(request))
             return 404, ErrorDetail(
                 f"Invalid URL ({request.method} {request.path}){hint}", code="unknown_url"
             )
