@@ -31,7 +31,8 @@ def known(count: int = 3, **columns: list[float]) -> Known:
 def choice(
     policy: str, asked: RoutedRequest = ASKED, heat: HeatMap | None = None, **columns: list[float]
 ) -> int:
-    return best(scores(policy, asked, known(**columns), heat))
+    facts = known(**columns)
+    return best(scores(policy, asked, facts, heat), facts.sequences)
 
 
 def test_turns_and_counts() -> None:

@@ -8,7 +8,7 @@ from xdeepserve.engine.deploy.policies import ROUTE
 from xdeepserve.errors import InputError
 from xdeepserve.platform import step_group
 from xdeepserve.platform.fleet import Fleet
-from xdeepserve.platform.fleet_words import Decision, FleetTE, ServedRequest
+from xdeepserve.platform.fleet_words import Decision, FleetTE, KVTransfer, ServedRequest
 from xdeepserve.platform.traces import TracedRequest
 from xdeepserve.prices.step_price import StepCounts, StepPrice
 
@@ -129,11 +129,11 @@ def test_hints_that_are_stale_cost_time_and_nothing_else() -> None:
 
 def test_prefill_and_decode_apart() -> None:
     decode = StepPrice(2, PRICE.own, PRICE.feed, PRICE.attention, PRICE.gap)
-    apart = FleetTE("apart", PRICE, LIMITS, (decode, LIMITS), transfer_ns=1000.0)
+    apart = FleetTE("apart", PRICE, LIMITS, (decode, LIMITS), transfer=KVTransfer(block_ns=16e3))
     (alone,) = Fleet([apart]).run([TracedRequest(0, 150, 5, ())])
     (both,) = fleet(1).run([TracedRequest(0, 150, 5, ())])
     assert alone.first_ns == both.first_ns
-    assert alone.last_ns == pytest.approx(both.last_ns + 150 * 1000.0, rel=1e-12)
+    assert alone.last_ns == pytest.approx(both.last_ns + 10 * 16e3, rel=1e-12)
     mixed = Fleet([apart, FleetTE("both", PRICE, LIMITS)], policy="round-robin")
     served = mixed.run(small())
     mixed.check_integrity()

@@ -32,7 +32,7 @@ from xdeepserve.engine.te.host import GC_PERIOD
 from xdeepserve.engine.ways.routing import TimingConfig
 from xdeepserve.hw.spec import Param, Spec
 from xdeepserve.model.presets import resolve_model
-from xdeepserve.platform.cluster import transfer_ns
+from xdeepserve.platform.cluster import transfer_of
 from xdeepserve.platform.fleet import Fleet
 from xdeepserve.platform.fleet_scaling import FleetScaler
 from xdeepserve.platform.fleet_words import FleetTE, TERole
@@ -111,7 +111,7 @@ def in_fleet(
     roles: Sequence[TERole] = (),
 ) -> Figures:
     limits = StepLimits(8, 128, num_blocks * BLOCK, BLOCK)
-    kind = FleetTE("te", cost, limits, transfer_ns=transfer_ns(resolve_model("tiny")) if roles else 0.0)
+    kind = FleetTE("te", cost, limits, transfer=transfer_of(resolve_model("tiny"), limits))
     fleet = Fleet([kind._replace(role=role) for role in roles or ("both",) * tes], policy=policy)
     scaler = None
     if scaled is not None:
@@ -221,61 +221,6 @@ PAIR: tuple[TERole, ...] = ("prefill", "decode")
 BOTH: tuple[TERole, ...] = ("both", "both")
 
 
-@pytest.mark.parametrize(
-    ("roles", "policy", "is_shared", "num_blocks"),
-    [
-        (PAIR, "sequences", True, 256),
-        (("both", *PAIR), "round-robin", True, 256),
-        (BOTH, "round-robin", False, 256),
-        (BOTH, "prefix", True, 256),
-        (BOTH, "prefix", True, 60),
-        (BOTH, "load", False, 60),
-        (BOTH, "load", True, 256),
-        (BOTH, "load", True, 60),
-        (BOTH, "cost", False, 60),
-        (BOTH, "cost", True, 256),
-        (BOTH, "cost", True, 60),
-    ],
-    ids=str,
-)
-def test_roles_and_routes_serve_a_trace_as_in_the_engine(
-    roles: tuple[TERole, ...], policy: str, is_shared: bool, num_blocks: int
-) -> None:
-    """A fleet's KV takes the time of its bytes to decode, without the startup and the messages of the
-    engine's. So where it has to go there, the times after the first token are up to 5 % shorter. By
-    `load`, with little KV and shared prefixes, the p99 of TPOT is 0.8 % higher."""
-    requests = trace(is_shared, requests=48 * len(roles))
-    fleet = in_fleet(requests, num_blocks, price(), policy=policy, roles=roles)
-    deployment = msgspec.structs.replace(
-        DEPLOYMENT, kind="mixed", dies=None, te=tuple(ListedTE(role=role, dies=1) for role in roles),
-        cache=CacheConfig(block_size=BLOCK, num_blocks=num_blocks),
-        scheduler=msgspec.structs.replace(DEPLOYMENT.scheduler, route=policy, hint_age_ms=0.0),
-    )  # fmt: skip
-    engine = in_engine(requests, deployment)
-    found = differences(fleet, engine)
-    same = sum(mine == its for mine, its in zip(fleet.tes, engine.tes, strict=True))
-    print({name: f"{100 * value:+.3f} %" for name, value in found.items()}, fleet.preempted, same)
-    assert same == len(requests)
-    assert fleet.cached == engine.cached
-    after = 0.06 if "decode" in roles else 0.01 if policy == "load" else NEAR
-    assert all(abs(value) < (NEAR if "ttft" in name else after) for name, value in found.items())
-
-
-@pytest.mark.parametrize("num_blocks", [60, 40])
-def test_prefill_waits_for_decode_as_in_the_engine(num_blocks: int) -> None:
-    """Prompts keep their blocks until decode has room. Fleets move KV before there is room and engines
-    afterwards, so means differ by up to 6 %; without that wait TTFT is below 2 % of the engine's."""
-    requests = trace(True, requests=96)
-    fleet = in_fleet(requests, num_blocks, price(), roles=PAIR)
-    deployment = msgspec.structs.replace(
-        DEPLOYMENT, kind="mixed", dies=None, te=tuple(ListedTE(role=role, dies=1) for role in PAIR),
-        cache=CacheConfig(block_size=BLOCK, num_blocks=num_blocks),
-    )  # fmt: skip
-    found = differences(fleet, in_engine(requests, deployment))
-    print({name: f"{100 * value:+.3f} %" for name, value in found.items()}, fleet.preempted)
-    assert all(abs(value) < 0.06 for name, value in found.items() if "mean" in name)
-
-
 SOON_NS = 100_000  # a step takes more
 FAST = StartCosts(
     pod=Param(2e-2, "s", "a test"), warm_pod=Param(1e-3, "s", "a test"),
@@ -295,6 +240,105 @@ def bursts(is_shared: bool, seed: int, requests: int, seconds: float) -> list[Tr
         of = trace(is_shared, seed=3 * seed + number, requests=requests, seconds=seconds)
         found += [each._replace(at_ns=each.at_ns + number * 250_000_000) for each in of]
     return [*found, TracedRequest(900_000_000, 20, 5, ())]
+
+
+def served_twice(
+    roles: Sequence[TERole],
+    policy: str,
+    is_shared: bool,
+    num_blocks: int,
+    scale: ScaleConfig | None = None,
+) -> tuple[list[TracedRequest], Figures, Figures]:
+    """Serve a trace by a fleet of TEs of one die and by the engine; return the trace and both results."""
+    if scale is not None:
+        requests = bursts(is_shared, 0, 100, 0.08)
+        scaled = Scaled(scale, held_weights(resolve_model("tiny"), DEPLOYMENT))
+        fleet = in_fleet(requests, num_blocks, price(), scaled=scaled, policy=policy)
+        deployment = DEPLOYMENT
+    else:
+        requests = trace(is_shared, requests=48 * len(roles))
+        fleet = in_fleet(requests, num_blocks, price(), policy=policy, roles=roles)
+        listed = tuple(ListedTE(role=role, dies=1) for role in roles)
+        deployment = msgspec.structs.replace(DEPLOYMENT, kind="mixed", dies=None, te=listed)
+    deployment = msgspec.structs.replace(
+        deployment,
+        cache=CacheConfig(block_size=BLOCK, num_blocks=num_blocks),
+        scheduler=msgspec.structs.replace(DEPLOYMENT.scheduler, route=policy, hint_age_ms=0.0),
+        scale=scale,
+    )
+    return requests, fleet, in_engine(requests, deployment)
+
+
+def check(
+    requests: Sequence[TracedRequest], fleet: Figures, engine: Figures, bound: float, least_same: float = 1.0
+) -> None:
+    """Check that a fleet served a trace as the engine did; times may differ by `bound`, and `least_same` is
+    the share of requests that have to be at the same TE."""
+    found = differences(fleet, engine)
+    same = sum(mine == its for mine, its in zip(fleet.tes, engine.tes, strict=True))
+    line = ", ".join(f"{name} {100 * value:+.3f} %" for name, value in found.items())
+    line += f"; {same} of {len(requests)} at the same TE; preempted {fleet.preempted}, {engine.preempted}"
+    print(line)
+    assert same >= least_same * len(requests), line
+    assert same < len(requests) or fleet.cached == engine.cached, "other TEs have cached other prefixes"
+    assert max(map(abs, found.values())) < bound, line
+
+
+POLICIES = ("sequences", "round-robin", "load", "prefix", "cost", "deepserve", "dynamo", "llm-d")
+CONTRACT = 0.02  # of the engine's figures
+
+
+class History(NamedTuple):
+    """A trace, and the TEs of one die that serve it."""
+
+    roles: Sequence[TERole]
+    policy: str
+    is_shared: bool
+    num_blocks: int  # 256 are plenty, 30 scarce: a request has up to 25
+    scale: ScaleConfig | None = None
+
+
+TEN = {
+    "one TE, plenty": History(("both",), "sequences", True, 256),
+    "one TE, scarce": History(("both",), "sequences", False, 30),
+    "by load, plenty": History(BOTH, "load", False, 256),
+    "by load, scarce": History(BOTH, "load", True, 60),
+    "by prefix, scarce": History(BOTH, "prefix", True, 60),
+    "by cost, scarce": History(BOTH, "cost", True, 30),
+    "PD, plenty": History(PAIR, "sequences", False, 256),
+    "PD, scarce": History(PAIR * 2, "prefix", True, 30),
+    "mixed, scarce": History(("both", *PAIR), "load", True, 40),
+    "autoscaled": History(("both",), "sequences", True, 256, BOUNDS),
+}
+
+
+@pytest.mark.parametrize("name", TEN)
+def test_ten_histories_go_as_in_the_engine(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mean and p99 of TTFT, TPOT and time to the last token are within 2 %, cached tokens are equal, and at
+    least 99 % of the requests are served by the same TE."""
+    monkeypatch.setattr(elastic, "COSTS", FAST)
+    requests, fleet, engine = served_twice(*TEN[name])
+    check(requests, fleet, engine, CONTRACT, least_same=0.99)
+
+
+@pytest.mark.parametrize("is_shared", [False, True], ids=["alone", "shared prefixes"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_all_policies_choose_the_tes_of_the_engine(policy: str, is_shared: bool) -> None:
+    """By `load`, with shared prefixes, the p99 of TPOT is 0.8 % higher."""
+    requests, fleet, engine = served_twice(BOTH, policy, is_shared, 60)
+    check(requests, fleet, engine, 0.01 if policy == "load" else NEAR)
+
+
+@pytest.mark.parametrize("num_blocks", [60, 30])
+@pytest.mark.parametrize("is_shared", [False, True], ids=["alone", "shared prefixes"])
+@pytest.mark.parametrize("roles", [PAIR, PAIR[:1] * 2 + PAIR[1:] * 2, ("both", *PAIR)], ids=str)
+def test_decode_takes_prompts_as_in_the_engine(
+    roles: Sequence[TERole], is_shared: bool, num_blocks: int
+) -> None:
+    """Prompts keep their blocks until decode has room and their KV has come."""
+    requests, fleet, engine = served_twice(roles, "sequences", is_shared, num_blocks)
+    check(requests, fleet, engine, NEAR)
+    assert fleet.preempted == engine.preempted
 
 
 def changes(counts: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:

@@ -9,11 +9,11 @@ from xdeepserve.engine.deploy.policies import ROUTE
 from xdeepserve.hw.spec import Spec
 from xdeepserve.platform.fleet import Fleet
 from xdeepserve.platform.fleet_pool import FleetPool
-from xdeepserve.platform.fleet_words import FleetTE
+from xdeepserve.platform.fleet_words import FleetTE, KVTransfer
 from xdeepserve.platform.pool_size import PoolBounds
 from xdeepserve.platform.service_report import Bounds, report
 
-BOTH = FleetTE("te", PRICE, LIMITS, transfer_ns=1e5)
+BOTH = FleetTE("te", PRICE, LIMITS, transfer=KVTransfer(1e5, 1e5, 16e5, 1e5))
 KINDS = [
     BOTH,
     BOTH._replace(role="prefill"),
@@ -60,7 +60,8 @@ def live(seed: int) -> set[str]:
         assert (each.num_prompt, each.num_output) == (asked.input_length, asked.output_length)
         assert each.at_ns < each.first_ns <= each.last_ns
     assert all(fleet.is_empty(te) for te in range(len(fleet.tes)))
-    assert all(stepper.coming == 0 for stepper in fleet.steppers)
+    there = [te for te in range(len(fleet.tes)) if not fleet.is_lost(te)]
+    assert all(stepper.kv_load == 0 for te in there for stepper in fleet.steppers_of(te))
     found = report([each.outcome() for each in served], [te.name for te in fleet.tes], Bounds())
     assert sum(te.num_tokens for te in found.tes) == sum(each.output_length for each in trace)
     return said

@@ -11,7 +11,7 @@ import pytest
 from tests.platform.tools import LIMITS, MADE, PRICE, small
 from xdeepserve.cli import main
 from xdeepserve.platform.fleet import Fleet
-from xdeepserve.platform.fleet_words import Decision, FleetTE
+from xdeepserve.platform.fleet_words import Decision, FleetTE, KVTransfer
 from xdeepserve.platform.hindsight import SERVED_AGAIN, Hindsight, hindsights, spread
 
 DECODE = (PRICE, LIMITS)
@@ -22,7 +22,10 @@ def tried(
 ) -> tuple[list[Decision], list[Hindsight], list[dict[int, float]]]:
     """Hindsight of some requests, and what each took on every TE, in whole replays."""
     trace = small(seed=7)[:60]
-    tes = [FleetTE(f"te {n}", PRICE, LIMITS, DECODE if n == 2 else None, 1e4) for n in range(3)]
+    tes = [
+        FleetTE(f"te {n}", PRICE, LIMITS, DECODE if n == 2 else None, KVTransfer(block_ns=16e4))
+        for n in range(3)
+    ]
     decided: list[Decision] = []
     served = Fleet(tes, policy, explain=decided.append).run(trace)  # type: ignore[arg-type]
 

@@ -367,7 +367,7 @@ def test_kinds_that_are_alike_are_priced_once() -> None:
     both, apart = priced_kinds(cluster, 16)
     assert apart.apart is not None
     assert both.price is apart.price is apart.apart[0]
-    assert apart.transfer_ns > both.transfer_ns == 0
+    assert apart.transfer.block_ns > both.transfer.block_ns == 0
     assert [te.name for te in fleet_tes(cluster, [both, apart])] == ["both 0", "both 1", "both 2", "apart 0"]
 
 

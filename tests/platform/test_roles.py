@@ -12,7 +12,7 @@ from tests.platform.tools import LIMITS, PRICE, small
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.platform.fleet import Fleet
 from xdeepserve.platform.fleet_roles import FleetRoles
-from xdeepserve.platform.fleet_words import FleetTE, TERole
+from xdeepserve.platform.fleet_words import FleetTE, KVTransfer, TERole
 from xdeepserve.platform.made_traffic import MadeTraffic, made
 from xdeepserve.platform.role_ratio import RoleBounds, RoleRates, RoleState, Workload, next_roles, role_rates
 from xdeepserve.platform.scale_up import HeldWeights, ScaleUp
@@ -26,7 +26,7 @@ UP = ScaleUp(HeldWeights(2**30, 10 * 2**30), 1e6, 32)
 
 
 def tes(**changes: object) -> dict[TERole, FleetTE]:
-    kind = FleetTE("te", PRICE, LIMITS, transfer_ns=1000.0)._replace(**changes)  # type: ignore[arg-type]
+    kind = FleetTE("te", PRICE, LIMITS, transfer=KVTransfer(block_ns=16e3))._replace(**changes)  # type: ignore[arg-type]
     return {"prefill": kind._replace(role="prefill"), "decode": kind._replace(role="decode")}
 
 
@@ -116,7 +116,7 @@ def test_others_go_on_with_what_a_te_was_decoding() -> None:
 
 
 def test_a_request_that_moves_has_the_steps_that_it_lacked() -> None:
-    kinds = tes(transfer_ns=0.0)
+    kinds = tes(transfer=KVTransfer())
     (stays,) = fleet_of("prefill", "decode", kinds=kinds).run(trace := small(seed=8)[:1])
     fleet = fleet_of("prefill", "decode", "decode", kinds=kinds)
     middle = (stays.first_ns + stays.last_ns) / 2
@@ -129,26 +129,29 @@ def test_a_request_that_moves_has_the_steps_that_it_lacked() -> None:
 
 def test_kv_on_its_way_is_load_of_where_it_goes() -> None:
     """Prompts that end in one step of two DP groups: the second's KV goes to the other decode TE."""
-    fleet = fleet_of("prefill", "decode", "decode", kinds=tes(transfer_ns=1e6))
+    fleet = fleet_of("prefill", "decode", "decode", kinds=tes(transfer=KVTransfer(block_ns=16e6)))
     trace = [TracedRequest(0, 60, 30, ()), TracedRequest(0, 60, 30, ()), TracedRequest(10**9, 30, 5, ())]
     loads = []
 
     def look() -> None:
-        loads.append([stepper.kv_load * 2 * LIMITS.num_positions for stepper in fleet.steppers])
+        blocks = 2 * LIMITS.num_blocks
+        loads.append([stepper.kv_load * blocks for stepper in fleet.steppers])
         fleet.check_integrity()
 
     for at in (1e9 - 1, 1e9 + 20e6, 1e9 + 500e6):
         fleet.at(at, look)
     served = fleet.run(trace)
     assert sorted(each.te for each in served if each.number < 2) == [1, 2]
-    assert loads == [[0, 0, 0], [0, 35, 0], [0, 0, 0]]
+    assert loads == [[0, 0, 0], [2, 3, 0], [0, 0, 0]], "blocks of 30 positions, and of 35 where it decodes"
 
 
-def test_kv_on_its_way_to_one_that_goes_is_load_of_another() -> None:
-    fleet = fleet_of("prefill", "decode", "decode", kinds=tes(transfer_ns=1e6))
+def test_kv_on_its_way_to_one_that_goes_is_sent_to_another() -> None:
+    fleet = fleet_of("prefill", "decode", "decode", kinds=tes(transfer=KVTransfer(block_ns=16e6)))
     fleet.at(20e6, lambda: fleet.move_out(1))
-    fleet.run(small(seed=8))
-    assert [stepper.coming for stepper in fleet.steppers] == [0, 0, 0]
+    served = fleet.run(small(seed=8))
+    assert len(served) == len(small(seed=8))
+    assert {each.te for each in served if each.last_ns > 20e6} == {2}
+    assert [stepper.kv_load for stepper in fleet.steppers] == [0, 0, 0]
 
 
 def test_who_is_lost_counts_no_more() -> None:

@@ -256,7 +256,7 @@ class PodPlan:
     @property
     def kv_weight(self) -> float:
         """Bytes of KV represented by each byte sent from TE to TE; 1 unless the run is time-only."""
-        return self.tes[0].kv_weight
+        return next((te for te in self.tes if te.sizes.place.role != "both"), self.tes[0]).kv_weight
 
     def _plan_te(self, sizes: Sizes) -> TEPlan:
         """Take the dies of a TE and plan their memories.

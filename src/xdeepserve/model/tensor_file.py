@@ -27,6 +27,7 @@ def _begin(path: Path) -> bytes:
     except OSError:
         return b""
 
+
 WITHOUT_NUMPY = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e8m0fnu}
 
 

@@ -55,7 +55,7 @@ from xdeepserve.platform.fleet import Fleet
 from xdeepserve.platform.fleet_pool import FleetPool
 from xdeepserve.platform.fleet_roles import FleetRoles
 from xdeepserve.platform.fleet_scaling import FleetScaler
-from xdeepserve.platform.fleet_words import FleetTE, TERole
+from xdeepserve.platform.fleet_words import FleetTE, KVTransfer, TERole
 from xdeepserve.platform.length_predictor import Lengths
 from xdeepserve.platform.pool_size import PoolBounds
 from xdeepserve.platform.role_ratio import RoleBounds
@@ -69,6 +69,7 @@ from xdeepserve.reading import Mistake, read
 MAX_TES, MAX_DIES = 4096, 768
 FAR, FAR_STEP = 0.05, 4  # with a lesser share within bounds, four times as many TEs are tried next
 KV_BLOCK = 128  # positions
+PIECES = 2  # of a KV block in each layer: latents, and keys with positions
 PLATEAU = 2  # such steps without a gain, in a row: more TEs do not help
 GAIN = 0.99  # of the mean time that requests wait: less is a gain
 FleetChange = FleetScaler | FleetRoles | FleetPool  # what a fleet's TEs or servers follow
@@ -232,7 +233,7 @@ class PricedKind(msgspec.Struct, frozen=True):
     price: StepPrice
     limits: StepLimits
     apart: tuple[StepPrice, StepLimits] | None
-    transfer_ns: float
+    transfer: KVTransfer
     role: TERole = "both"
 
 
@@ -259,7 +260,8 @@ def priced_kinds(
         )
         apart = (price, limits) if te.apart else None
         moves = te.apart or te.role != "both"
-        kinds.append(PricedKind(price, limits, apart, transfer_ns(model) if moves else 0.0, te.role))
+        transfer = transfer_of(model, limits) if moves else KVTransfer()
+        kinds.append(PricedKind(price, limits, apart, transfer, te.role))
     return kinds
 
 
@@ -381,9 +383,17 @@ def position_nbytes(model: Checkpoint) -> int:
     return entries_nbytes(model.config, "int8", model.config.num_hidden_layers)
 
 
-def transfer_ns(model: Checkpoint) -> float:
-    """Return the time [ns] to send a position of KV from die to die over UB, without startup."""
-    return Spec().link_ns(0, 0, position_nbytes(model))
+def transfer_of(model: Checkpoint, limits: StepLimits) -> KVTransfer:
+    """Return the times of KV from die to die over UB, by the DMA engine of the one that decodes."""
+    spec, num_layers = Spec(), model.config.num_hidden_layers + limits.rows_each - 1  # each draft has one
+    nbytes = limits.block_size * entries_nbytes(model.config, "int8", num_layers)
+    return KVTransfer(
+        ask_ns=2 * spec.command_ns(),
+        start_ns=spec.startup_ns("dma"),
+        block_ns=spec.pieces_ns(PIECES * num_layers, 1),
+        port_ns=spec.link_ns(0, 0, nbytes),
+        tell_ns=spec.command_ns(),
+    )
 
 
 def least_count(cluster: Cluster, tried: Callable[[Cluster], ServiceReport], enough: float) -> Cluster:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -19,9 +20,10 @@ from xdeepserve.engine.balance.prompt_tree import PromptTree
 from xdeepserve.engine.balance.te_ledger import TELedger
 from xdeepserve.engine.balance.te_policies import Known, RoutedRequest, best, scores
 from xdeepserve.engine.deploy.policies import ROUTE
+from xdeepserve.engine.dp.sequence import Sequence as Seq
 from xdeepserve.errors import InputError, XDeepServeError
 from xdeepserve.platform.fleet_words import Decision, FleetTE, ServedRequest
-from xdeepserve.platform.step_group import TracedSequence
+from xdeepserve.platform.step_group import StepGroup, TracedSequence
 from xdeepserve.platform.step_pool import TEPool
 from xdeepserve.platform.step_te import StepLimits, StepTE
 from xdeepserve.platform.traced_tokens import Name, opening_name
@@ -81,6 +83,8 @@ class Fleet:
         self._explain, self._forced = explain, forced or {}
         # Within a run of steps TEs tell of blocks only where hints are not late: to ask them costs time.
         self._is_told_at_once = not stale_ns and not ROUTE.has(policy, "asks no TE")
+        self._asks_for_kv_load = ROUTE.has(policy, "asks for KV load")
+        self._asks_for_positions = ROUTE.has(policy, "asks for KV positions")
         self.tree = PromptTree(stale_ns)  # the global one
         self.ledger = TELedger()  # prompts that are not computed yet, by the number of their TE
         self.now = 0.0
@@ -94,7 +98,7 @@ class Fleet:
         self._lost: set[int] = set()
         self.moving: set[int] = set()  # that others go on for
         self._whole: dict[int, TracedRequest] = {}  # by number, of those that have moved
-        self._events: list[tuple[float, int, int, SentRequest | Callable[[], None] | None]] = []
+        self._events: list[tuple[float, int, int, Callable[[], None] | None]] = []
         self._num_looks = 0  # of these events, those that bring nothing by themselves
         self._order = 0
         self._valid: list[int] = []  # the order of the event that ends what is under way, of each stepper
@@ -119,7 +123,7 @@ class Fleet:
 
         index = len(self.steppers)
         self.steppers.append(StepTE(price, limits, prefills, decodes, tell))
-        self.steppers[index].on_receive(self._release_soon)
+        self.steppers[index].on_receive(partial(self._receive, index))
         self._owners.append(te)
         self._valid.append(-1)
         if self.pool is not None:
@@ -206,12 +210,8 @@ class Fleet:
             self._send(seq.seq_id, left, self._owners[index])
 
     def is_empty(self, te: int) -> bool:
-        """Whether a TE has no requests, and none is on its way to it."""
-        coming = any(
-            isinstance(what, SentRequest) and self._owners[at] == te for _, _, at, what in self._events
-        )
-        has_any = coming or any(stepper.num_tasks for stepper in self.steppers_of(te))
-        return self.is_lost(te) or not has_any
+        """Whether a TE has no requests."""
+        return self.is_lost(te) or not any(stepper.num_tasks for stepper in self.steppers_of(te))
 
     def is_lost(self, te: int) -> bool:
         """Whether a TE is lost."""
@@ -308,11 +308,41 @@ class Fleet:
             self._homeless.append(SentRequest(number, request))
             return
         pooled = 0 if self.pool is None else self.pool.match(request.blocks)
-        self._come(self._fronts[self._choose(number, request, pooled)], SentRequest(number, request))
+        self._give(self._fronts[self._choose(number, request, pooled)], number, request)
 
-    def _release_soon(self, number: int) -> None:
-        """Free a prompt's KV where it was computed, after the turn in which decode has taken it."""
-        self.at(self.now, lambda: self._release(number))
+    def _receive(self, index: int, group: StepGroup, seqs: list[Seq]) -> None:
+        """Have the KV of sequences come to a DP group, which has room for it as of its turn.
+
+        Those from one DP group come one after the other, since their messages are heard together.
+        """
+        moves_at = group.begins + self.tes[self._owners[index]].transfer.ask_ns
+        by_sender: dict[StepGroup | None, list[Seq]] = {}
+        for seq in seqs:
+            source = self._sources.get(seq.seq_id)
+            sender = None if source is None else self.steppers[source].sender_of(seq.seq_id)
+            by_sender.setdefault(sender, []).append(seq)
+        for sender, those in by_sender.items():
+            for seq in those:
+                self.at(moves_at, partial(self._move_kv, index, group, seq, sender))
+
+    def _move_kv(self, index: int, group: StepGroup, seq: Seq, sender: StepGroup | None) -> None:
+        """Move the KV of a sequence, behind what moves to the same DP group, and at the port of the die that
+        it comes from behind what has been booked there."""
+        kv, num_blocks = self.tes[self._owners[index]].transfer, len(seq.holding.slots)
+        ends = max(self.now, group.moves_until) + kv.start_ns + num_blocks * kv.block_ns
+        if sender is not None:
+            ends = max(ends, sender.sends_until)
+            sender.sends_until = ends + num_blocks * kv.port_ns
+        group.moves_until = ends + num_blocks * kv.port_ns
+        self.at(group.moves_until, partial(self._received, index, group, seq))
+
+    def _received(self, index: int, group: StepGroup, seq: Seq) -> None:
+        """Let a sequence decode whose KV has come, and free the blocks that it came from a message later."""
+        if self._owners[index] in self._lost or group.places.of(seq) != "receiving":
+            return  # it has gone on elsewhere
+        self._between(index, lambda: self.steppers[index].take_received(group, seq))
+        told_ns = self.now + self.tes[self._owners[index]].transfer.tell_ns
+        self.at(told_ns, lambda: self._release(seq.seq_id))
 
     def _release(self, number: int) -> None:
         index = self._sources.pop(number, None)
@@ -323,18 +353,8 @@ class Fleet:
         if self._owners[index] not in self._lost:  # else it has begun again elsewhere
             self._between(index, came)
 
-    def _come(self, index: int, sent: SentRequest) -> None:
-        stepper, te = self.steppers[index], self._owners[index]
-        if self.tes[te].role == "decode":
-            stepper.coming -= stepper.need_of(sent.request)
-        if te in self._lost:  # while its KV was on the way
-            self._release(sent.number)
-            self._arrive(sent.number, self._whole.pop(sent.number, sent.request))
-            return
-        if te in self.moving:
-            self._send(*sent, te)
-            return
-        self._between(index, lambda: stepper.give(*sent))
+    def _give(self, index: int, number: int, request: TracedRequest) -> None:
+        self._between(index, lambda: self.steppers[index].give(number, request))
 
     def _between(self, index: int, act: Callable[[], None]) -> None:
         """Give a stepper something to do between steps: interrupt its run at the end of a step, then act."""
@@ -345,6 +365,7 @@ class Fleet:
             if stepper.ends_at != before:
                 self._schedule(index, stepper.ends_at)
         act()
+        stepper.wake()
         if stepper.is_idle:
             self._idle[index] = None
         self._changed[index] = None
@@ -362,18 +383,13 @@ class Fleet:
         if ends is not None:
             self._schedule(index, ends)
 
-    def _schedule(self, index: int, at: float, task: SentRequest | None = None) -> None:
-        heapq.heappush(self._events, (at, self._order, index, task))
-        if task is None:
-            self._valid[index] = self._order
+    def _schedule(self, index: int, at: float) -> None:
+        heapq.heappush(self._events, (at, self._order, index, None))
+        self._valid[index] = self._order
         self._order += 1
 
     def _next_event(self) -> None:
         at, order, index, what = heapq.heappop(self._events)
-        if isinstance(what, SentRequest):
-            self.now = at
-            self._come(index, what)
-            return
         if what is not None:
             self.now = at
             what()
@@ -416,19 +432,19 @@ class Fleet:
                 self._send(seq.seq_id, seq.request, self._owners[index])
 
     def _send(self, number: int, request: TracedRequest, te: int) -> None:
-        """Send a prompt's KV to its decoder: the TE's other half, or the decode TE with the least KV."""
+        """Send a prefilled request to its decoder: the TE's other half, or the least loaded decode TE."""
         index = self._fronts[te] + 1
         if self.tes[te].apart is None:
             decoders = [each for each in self.serving if self.tes[each].role == "decode"]
             if not decoders:
                 self._undecoded.append(SentRequest(number, request))
                 return
+            steppers = self.steppers
             index = min(
-                map(self._fronts.__getitem__, decoders), key=lambda at: (self.steppers[at].kv_load, at)
+                map(self._fronts.__getitem__, decoders),
+                key=lambda at: (steppers[at].kv_load, steppers[at].num_tasks, at),
             )
-            self.steppers[index].coming += self.steppers[index].need_of(request)
-        later = self.now + self.tes[te].transfer_ns * request.input_length
-        self._schedule(index, later, SentRequest(number, request))
+        self._give(index, number, request)
 
     def _end(self, index: int, seq: TracedSequence) -> None:
         number = seq.seq_id
@@ -449,11 +465,15 @@ class Fleet:
         te, known = self._owners[index], self.known
         known.queued[te] = self.ledger.cost(te) / self.steppers[self._fronts[te]].price.num_groups
         known.has_long[te], known.has_short[te] = self.ledger.has(te, True), self.ledger.has(te, False)
-        num_tasks, kv_load, positions = 0, 0.0, 0.0
-        for half in self.steppers_of(te):
-            num_tasks, positions = num_tasks + half.num_tasks, positions + half.positions
-            kv_load = max(kv_load, half.kv_load)
-        known.sequences[te], known.kv_load[te], known.positions[te] = num_tasks, kv_load, positions
+        known.sequences[te] = sum(half.num_tasks for half in self.steppers_of(te))
+
+    def _note_kv(self) -> None:
+        """Ask TEs how much of their KV is in use, as far as the policy wants to know."""
+        for te in self.serving if self._asks_for_kv_load else ():
+            self.known.kv_load[te] = max(half.kv_load for half in self.steppers_of(te))
+        for te in self.serving if self._asks_for_positions else ():
+            used = sum(half.used_positions(self.now) for half in self.steppers_of(te))
+            self.known.positions[te] = used
 
     def _match(self, request: TracedRequest) -> dict[int, int]:
         """Return how many of a prompt's blocks each TE has, without TEs that have none."""
@@ -481,6 +501,7 @@ class Fleet:
         known, changed, self._changed = self.known, self._changed, {}
         for index in changed:
             self._note(index)
+        self._note_kv()
         found = dict.fromkeys(self.serving, pooled) if pooled else {}
         for te, num_blocks in self._match(request).items():
             found[te] = max(pooled, num_blocks)
@@ -499,7 +520,7 @@ class Fleet:
             keys[self._takes] = some
         te = self._forced.get(number, -1)
         if te not in self.serving or not self._takes[te]:
-            te = best(keys)
+            te = best(keys, known.sequences)
         if self._explain is not None:
             self._explain(Decision(number, te, keys, predicted))
         self.ledger.give(number, te, request.input_length, int(known.cached[te]))

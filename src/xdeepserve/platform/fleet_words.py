@@ -12,6 +12,23 @@ from xdeepserve.prices.step_price import StepPrice
 TERole = Literal["both", "prefill", "decode"]
 
 
+class KVTransfer(NamedTuple):
+    """Times [ns] of a prompt's KV on its way from where it was computed to where it is decoded.
+
+    ask_ns    messages of both sides, from when decode has room until bytes may move
+    start_ns  startup of the engine of a decode group, which moves one prompt after the other
+    block_ns  a KV block: its pieces, which the engine issues
+    port_ns   its bytes, at the port of the die that it comes from: for one prompt after the other, too
+    tell_ns   the message by which prefill hears that its blocks are free
+    """
+
+    ask_ns: float = 0.0
+    start_ns: float = 0.0
+    block_ns: float = 0.0
+    port_ns: float = 0.0
+    tell_ns: float = 0.0
+
+
 class FleetTE(NamedTuple):
     """A TE of a fleet.
 
@@ -23,7 +40,7 @@ class FleetTE(NamedTuple):
     price: StepPrice
     limits: StepLimits
     apart: tuple[StepPrice, StepLimits] | None = None  # of its decode half
-    transfer_ns: float = 0.0  # a position of KV, on its way to where it decodes
+    transfer: KVTransfer = KVTransfer()
     role: TERole = "both"
 
     @property

@@ -112,7 +112,7 @@ class StepGroup(GroupBooks):
     ) -> None:
         super().__init__(name, steps, rtc, tell)
         self.rtc: StepRTC = rtc
-        self.received: Callable[[int], None] = lambda number: None  # told when a prompt's KV has got room
+        self.receive: Callable[[list[Sequence]], None] = lambda seqs: None  # told whose KV has got room
         self.openings = rtc.index.root.children  # by name: first blocks of prompts that are cached
         self._accepted, self._drafts = tokens_each - 1, [0] * steps.mtp
         self.step: PlannedStep | None = None
@@ -122,37 +122,34 @@ class StepGroup(GroupBooks):
             False,
         )  # steps of the run that are in the books; whether blocks go in it
         self._status: GroupStatus | None = None  # before the first step of the run
+        self._kv_load: float | None = None  # since sequences have come or gone
         self.ahead = 0  # steps of the run under way, beside those that have ended, as its TE sees it
         self.tail = 0.0  # time of a step after its last exchange
         self.begins = self.ends = 0.0  # when the step under way began, and the last one ended
+        self.moves_until = self.sends_until = 0.0  # when all KV that moves here, or from here, will have come
 
     # ---- a run of steps -----------------------------------------------------------------------------
 
     def plan(self) -> bool:
         """Have the scheduler plan a step, and count how many steps are alike; return whether it has rows."""
-        self._status = None
+        self.changed()
         scheduler, preempted = self.scheduler, self.scheduler.preemption.count
-        self._let_in()
+        keeps_out = bool(self.places.waiting or self.places.swapped)  # prefilled sequences, in this step
         step = scheduler.schedule()
+        if step.receives:
+            self.receive(step.receives)
         self.done, self._moved, self.step = 0, 0, step if step.shares else None
         if self.step is None:
             self.load, self.horizon = StepLoad(), 0
             return False
         is_whole = len(step.shares) == len(self.places.running)
         are_alike = is_whole and preempted == scheduler.preemption.count and not step.copies
+        if keeps_out and self.places.arriving and not (self.places.waiting or self.places.swapped):
+            are_alike = False
         self.load = self._load_of(step)
         self.horizon = self._num_alike(step) if are_alike else 1
         self._evicts = not self._fits(step, self.horizon - 1, self.rtc.num_free)
         return True
-
-    def _let_in(self) -> None:
-        """Let prefilled sequences in whose KV has come; the time of its transfer has passed."""
-        if self.places.arriving and not self.places.waiting and not self.places.swapped:
-            step = PlannedStep()
-            self.handover.receive(step)
-            for seq in step.receives:
-                self.scheduler.finish_transfer(self.places.ticket_of(seq.seq_id))
-                self.received(seq.seq_id)
 
     def _load_of(self, step: PlannedStep) -> StepLoad:
         rows, logits, context, kv_tokens, more_context, more_kv_tokens = 0, 0, 0.0, 0.0, 0.0, 0.0
@@ -186,6 +183,8 @@ class StepGroup(GroupBooks):
                 count = min(count, (seq.num_prompt - share.start - 2) // share.num_tokens)
             elif share.num_tokens > 1 or share.num_drafts != self.steps.mtp or not seq.num_generated:
                 return 1
+            elif self.rtc.has_new(seq.holding, share.start):
+                return 1  # its blocks came from elsewhere: those that are cached here are given up
             else:
                 count = min(count, self._steps_left(seq, seq.max_tokens - seq.num_generated))
             if count <= 1:
@@ -293,7 +292,8 @@ class StepGroup(GroupBooks):
         assert step is not None
         self._move_books()
         results = [self._result(share) for share in step.shares]
-        self.step, self.load, self.horizon, self.done, self._status = None, StepLoad(), 0, 0, None
+        self.step, self.load, self.horizon, self.done = None, StepLoad(), 0, 0
+        self.changed()
         self.scheduler.finish_step(step, results)
 
     def _result(self, share: Scheduled) -> SeqResult:
@@ -362,6 +362,24 @@ class StepGroup(GroupBooks):
             for share in self.step.shares
         )
 
+    @property
+    def kv_load(self) -> float:
+        if self._kv_load is None:
+            self._kv_load = super().kv_load
+        return self._kv_load
+
+    @property
+    def num_taken_blocks(self) -> int:
+        """Number of KV blocks in use, those that the run has taken until the step under way included."""
+        count, blocks_for = self.done - self._moved, self.rtc.blocks_for
+        if self.step is None or not count:
+            return self.num_used_blocks
+        return self.num_used_blocks + sum(
+            blocks_for(share.start + self._gained(share, count) + share.num_rows)
+            - len(share.seq.holding.slots)
+            for share in self.step.shares
+        )
+
     def _blocks_now(self, status: GroupStatus) -> dict[str, float]:
         """Count used, reserved and promised blocks after the steps that have ended."""
         assert self.step is not None
@@ -387,5 +405,5 @@ class StepGroup(GroupBooks):
         return 0
 
     def changed(self) -> None:
-        """Note that sequences have come or gone between steps."""
-        self._status = None
+        """Note that sequences have come or gone, or that their blocks have."""
+        self._status = self._kv_load = None

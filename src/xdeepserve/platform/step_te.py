@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -141,8 +141,7 @@ class StepTE:
         self.price, self.limits, self.prefills, self.decodes = price, limits, prefills, decodes
         self.tell = tell
         self.waiting: deque[TracedSequence] = deque()  # that the TE-shell does not know yet
-        self.positions = 0.0  # of KV, of all that it has
-        self.coming = 0.0  # positions whose KV is on its way from TEs that prefill
+        self._kv_load: float | None = None  # since the last change in a DP group
         self.busy_ns, self.prompts = 0.0, PromptSteps()  # in steps, and in those that have parts of prompts
         self.num_steps = 0
         self.held: dict[int, int] = {}  # DP groups that have a block of the trace, by its number
@@ -160,11 +159,12 @@ class StepTE:
         )
         self.shell.wake = self._wake
         self._woken: dict[GroupRank, StepGroup] = {}  # to be planned anew
+        self._stuck: dict[GroupRank, StepGroup] = {}  # that have sequences, and had no rows when planned
         self._under_way: dict[GroupRank, StepGroup] = {}
         self._showing: list[StepGroup] = []  # whose cached blocks change in the run under way
         self._count = 0  # steps under way, from `_start` on
         self._start = self._price = self._slope = self._first_tail = 0.0
-        self._is_due_early = False  # a group in no step takes its turn before those that are in one
+        self._early_ns: float | None = None  # when a group in no step takes its turn before the others
         self._ending: list[StepGroup] = []  # that have left the last exchange of their step, and not ended it
         self._exchanged = 0.0  # when they left it
         self._since = self._ended = 0.0  # the latest begin of a step, and end of a group's step
@@ -189,8 +189,16 @@ class StepTE:
 
     @property
     def kv_load(self) -> float:
-        """Share of KV in use or promised to waiting requests and to KV on its way."""
-        return (self.positions + self.coming) / (len(self.groups) * self.limits.num_positions)
+        """Share of KV blocks in use or reserved, averaged over the DP groups. A run of steps does not change
+        it: what is reserved at first is used then."""
+        if self._kv_load is None:
+            self._kv_load = sum(group.kv_load for group in self.groups) / len(self.groups)
+        return self._kv_load
+
+    def used_positions(self, now: float) -> int:
+        """Count the positions of KV blocks in use, those of the step under way included."""
+        self._catch_up(now)
+        return sum(group.num_taken_blocks for group in self.groups) * self.limits.block_size
 
     @property
     def token_ns(self) -> float:
@@ -204,39 +212,51 @@ class StepTE:
         """List all requests of the TE, in order of arrival here."""
         return [*self._tasks.values()]
 
-    def need_of(self, request: TracedRequest) -> int:
-        """Return the KV positions of a request in its whole life at this TE."""
-        return request.input_length + (request.output_length if self.decodes else 0)
-
     def give(self, number: int, request: TracedRequest) -> None:
         """Give the TE a request, prefilled if it only decodes. A DP group is chosen before the next step."""
         seq = traced_sequence(number, request, self.limits.block, self._advance, not self.prefills)
         self._tasks[number] = seq
-        self.positions += self.need_of(request)
         if self.prefills:
             self.waiting.append(seq)
         else:
             self.shell.receive(seq)
 
-    def on_receive(self, call: Callable[[int], None]) -> None:
-        """Have a function called with the number of each request whose KV has got room to be decoded."""
+    def on_receive(self, call: Callable[[StepGroup, list[Seq]], None]) -> None:
+        """Have a function called when a DP group has room for the KV of some sequences."""
         for group in self.groups:
-            group.received = call
+            group.receive = partial(call, group)
+
+    def take_received(self, group: StepGroup, seq: Seq) -> None:
+        """Let a DP group decode a sequence whose KV has come, from its next step on."""
+        group.scheduler.finish_transfer(group.places.ticket_of(seq.seq_id))
+        self._wake(group)
+
+    def sender_of(self, number: int) -> StepGroup | None:
+        """Return the DP group that keeps the blocks of a prompt until decode has taken them."""
+        return next((group for group in self.groups if number in group.handover.sending), None)
 
     def release(self, number: int) -> None:
         """Free the blocks of a prompt computed here, which are kept until decode has taken them."""
-        for group in self.groups:
-            if number in group.handover.sending:
-                group.handover.release(number)
-                self._wake(group)
+        group = self.sender_of(number)
+        if group is not None:
+            group.handover.release(number)
+            self._wake(group)
 
     def _hear(self, event: Observed) -> None:
         """Take a prefilled sequence into the DP group that it was given to."""
         if isinstance(event, Given) and not self.prefills:
             self.groups[event.group.rank].handover.arrive(self._tasks[event.seq_id])
 
+    def wake(self) -> None:
+        """Have the DP groups planned anew that have sequences and are in no step: something has come or gone
+        at the TE, which wakes them all in the engine, too."""
+        stuck, self._stuck = self._stuck, {}
+        for group in stuck.values():
+            self._wake(group)
+
     def _wake(self, group: StepGroup) -> None:
         group.changed()
+        self._kv_load = None
         self._woken[group.rank] = group
         self._open.occupied.add(group.rank)
 
@@ -284,21 +304,36 @@ class StepTE:
         """
         if self._count:
             self._end_run(now)
+        self.wake()
         has_begun = self._rest_turns(now)
         while self._ending and not has_begun and self._due <= now:
             has_begun = self._turn(now, self._ending.pop(0))
         if has_begun:
-            for group in self._ending:  # which runs the step that another one has begun
+            has_news = bool(self._stuck)  # that count when the next step is planned
+            for group in self._ending:  # which runs the step that another one has begun, and dealt out for
                 self._end(group)
+                has_news |= self._has_undealt and group.rank in self._woken
                 self._plan(now, group)
             self._ending.clear()
             self._count, self._since = self._run(), now
-        self._is_due_early = False
+            if has_news:
+                self._count = 1
+        self._early_ns = self._exchange_ns if self._rests and (self._stuck or self._has_undealt) else None
         return None if self.is_idle else self.ends_at
+
+    @property
+    def _has_undealt(self) -> bool:
+        """Whether requests have no DP group yet."""
+        return bool(self.waiting or self.shell.pending or self.shell.arrivals)
+
+    @property
+    def _rests(self) -> bool:
+        """Whether steps are under way and a DP group is in none: it leaves each step at the last exchange."""
+        return bool(self._count) and len(self._under_way) < len(self.groups)
 
     def _rest_turns(self, now: float) -> bool:
         """Take the turn of groups that are in no step, if it is due; return whether one begins a step."""
-        if self._ending and not self._is_due_early:
+        if self._ending and self._early_ns is None:
             return False
         self._deal()
         return self._plan_resting(now)
@@ -306,7 +341,7 @@ class StepTE:
     def _turn(self, now: float, group: StepGroup) -> bool:
         """End a group's step, deal out what waits, and plan; return whether a step has begun."""
         self._end(group)
-        if self.waiting or self.shell.pending or self.shell.arrivals:
+        if self._has_undealt:
             self._deal()
         self._plan(now, group)
         return self._plan_resting(now) or group.step is not None
@@ -327,9 +362,12 @@ class StepTE:
         if self._woken.pop(group.rank, None) is not None:
             if group.step is not None:
                 self._finish(group)
+            self._kv_load = None
             if group.places.has_work and group.plan():
                 self._under_way[group.rank] = group
                 group.tail = self._tail(group.load.rows, group.load.logits)
+            elif group.places.waiting or group.places.swapped or group.places.arriving:
+                self._stuck[group.rank] = group
         return group.step is not None
 
     def _run(self) -> int:
@@ -389,14 +427,19 @@ class StepTE:
     @property
     def ends_at(self) -> float:
         """Time of the first turn at the end of the run under way, or of the next one."""
-        if not self._count:
-            return self._due
-        return self._start + self._elapsed(self._count) + (0.0 if self._is_due_early else self._first_tail)
+        if self._early_ns is not None:
+            return self._early_ns
+        return self._exchange_ns + self._first_tail if self._count else self._due
 
     @property
     def is_idle(self) -> bool:
         """Whether no step is under way."""
         return not self._count and not self._ending
+
+    @property
+    def _exchange_ns(self) -> float:
+        """Time of the last exchange of the run under way."""
+        return self._start + self._elapsed(self._count)
 
     def _elapsed(self, count: int) -> float:
         return count * self._price + self._slope * count * (count - 1) / 2
@@ -465,12 +508,17 @@ class StepTE:
     def interrupt(self, now: float) -> None:
         """End the run with the step that is under way, because a request has come.
 
-        A group that is in no step ends its part at the last exchange, and deals the request out there.
+        A group that is in no step ends its part at the last exchange, and deals the request out there. Later
+        it does so at once, if it is awake, as it is while it keeps blocks.
         """
+        self._early_ns = None
         if self._count:
             self._count = self._num_until(now - self._first_tail)
-            rests = len(self._under_way) < len(self.groups)
-            self._is_due_early = rests and self._start + self._elapsed(self._count) >= now
+            if self._rests and self._exchange_ns >= now:
+                self._early_ns = self._exchange_ns
+                return
+        if any(not group.is_empty for group in self.groups if group.rank not in self._under_way):
+            self._early_ns = now
 
     def _num_until(self, now: float) -> int:
         """Count the steps of the run up to the one that is under way now."""
@@ -529,14 +577,13 @@ class StepTE:
         del self._first[: len(first)], self._done[: len(done)]
         for seq in done:
             self.shell.forget(seq)
-            self.positions -= self.need_of(seq.request)
             del self._tasks[seq.seq_id]
         return first, done
 
     def _finish(self, group: StepGroup) -> None:
         """Have a DP group finish the steps that have ended."""
         del self._under_way[group.rank]
-        self._ended = group.ends
+        self._ended, self._kv_load = group.ends, None
         group.finish()
         if group.is_empty:
             self._open.occupied.discard(group.rank)
@@ -571,11 +618,15 @@ class StepTE:
                 output_length=seq.max_tokens - num_generated + 1,
             )
             found.append((seq, left))
+            given = self.shell.group_of(seq)
             self.shell.remove(seq)
+            if given is not None and given.places.of(seq) == "receiving":  # its KV has nowhere to come
+                given.scheduler.finish_transfer(given.places.ticket_of(seq.seq_id))
         self._tasks.clear()
         self._woken.clear()
+        self._stuck.clear()
         self._open.occupied.clear()
-        self.positions = 0.0
+        self._kv_load = None
         return found
 
     def check_integrity(self) -> None:
@@ -588,7 +639,6 @@ class StepTE:
             placed += group.places.num_placed - len(group.places.sending)
             assert len(group.places.running) <= self.limits.num_seqs
         assert placed == self.num_tasks
-        assert self.positions == sum(self.need_of(seq.request) for seq in self._tasks.values())
         held = Counter(
             block
             for group in self.groups

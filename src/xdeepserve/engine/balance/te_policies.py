@@ -1,8 +1,8 @@
 """Policies for choosing a TE for a request: pure functions of facts known about the TEs.
 
 Scores are float64 [TEs, keys]. The TE with the least keys wins: earlier keys decide first, and among equals
-the first TE. The policies are ours, and others' as published, all on the same facts. Their names are those of
-the table `ROUTE` (`engine/deploy/policies.py`):
+the number of sequences, then the order of the TEs. The policies are ours, and others' as published, all on
+the same facts. Their names are those of the table `ROUTE` (`engine/deploy/policies.py`):
 
 sequences     the fewest requests
 round-robin   the next in turn
@@ -96,9 +96,9 @@ def scores(route: str, asked: RoutedRequest, known: Known, heat: HeatMap | None 
     return np.array(policy(asked, known, heat), np.float64).T
 
 
-def best(keys: Floats) -> int:
-    """Return the index of the TE with the least keys."""
-    return int(np.lexsort(keys.T[::-1])[0])
+def best(keys: Floats, sequences: Floats) -> int:
+    """Return the index of the TE with the least keys; among equals that with the fewest sequences."""
+    return int(np.lexsort((sequences, *keys.T[::-1]))[0])
 
 
 def sequences(asked: RoutedRequest, known: Known, heat: HeatMap | None) -> list[Floats]:

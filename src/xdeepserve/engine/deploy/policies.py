@@ -25,6 +25,8 @@ _OWN = r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*"
 
 Trait = Literal[
     "asks no TE",  # the route needs nothing but the number of each TE's sequences
+    "asks for KV load",  # the route needs the share of KV that each TE has in use or reserved
+    "asks for KV positions",  # the route needs the positions of KV that each TE has in use
     "in turn",  # the route sees TEs in the order of their dies, else those with the fewest sequences first
     "reads a heat map",
     "needs a heat map",
@@ -117,10 +119,16 @@ ROUTE: Final = Policies(
             "the kind that the heat map names, in turn",
             ("in turn", "reads a heat map", "needs a heat map"),
         ),
-        "dynamo": Policy(f"{_TE}:dynamo", "the fewest blocks to prefill and read, as NVIDIA Dynamo counts"),
-        "llm-d": Policy(f"{_TE}:llm_d", "the best sum of llm-d's scores for prefix, queue and KV"),
+        "dynamo": Policy(
+            f"{_TE}:dynamo",
+            "the fewest blocks to prefill and read, as NVIDIA Dynamo counts",
+            ("asks for KV positions",),
+        ),
+        "llm-d": Policy(
+            f"{_TE}:llm_d", "the best sum of llm-d's scores for prefix, queue and KV", ("asks for KV load",)
+        ),
     },
-    own=("reads a heat map",),
+    own=("reads a heat map", "asks for KV load", "asks for KV positions"),
 )
 DISPATCH: Final = Policies(
     "which DP group of a TE prefills a request",

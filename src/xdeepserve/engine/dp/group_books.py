@@ -33,30 +33,47 @@ class GroupBooks:
 
     def status(self) -> GroupStatus:
         """Report load and free room of this group to the leader that balances the DP groups."""
-        rtc, reserved, most = self.rtc, self.places.reserved, self.steps.max_model_len
-        blocks_for, seqs = rtc.blocks_for, list(self.places.sequences())
-        needed = sum(blocks_for(min(seq.num_prompt + seq.max_tokens, most)) for seq in reserved)
-        held = sum(len(holding.slots) for holding in self.handover.reserved.values())
+        blocks_for, seqs = self.rtc.blocks_for, list(self.places.sequences())
         promised, prefills = 0, []
         for seq in seqs:
-            num_held, missing = len(seq.holding.slots), self.missing(seq)
-            needed += blocks_for(min(seq.num_prompt + seq.max_tokens, most))
-            held += num_held
-            promised += max(0, blocks_for(len(seq.token_ids)) - num_held)
+            missing = self.missing(seq)
+            promised += max(0, blocks_for(len(seq.token_ids)) - len(seq.holding.slots))
             if missing[0] > 1:
                 prefills.append(missing)
         return GroupStatus(
             rank=self.rank,
             num_free_places=self.num_free_places + self.num_leaving,
-            num_sequences=len(seqs) + len(reserved),
-            num_blocks=rtc.num_blocks,
-            num_used_blocks=rtc.num_blocks - rtc.num_available,
-            num_reserved_blocks=max(0, needed - held),
+            num_sequences=len(seqs) + len(self.places.reserved),
+            num_blocks=self.rtc.num_blocks,
+            num_used_blocks=self.num_used_blocks,
+            num_reserved_blocks=self.num_reserved_blocks,
             num_promised_blocks=promised,
             queued_cost=sum(prefill_cost(n, cached) for n, cached in prefills),
             queued_tokens=sum(n for n, _ in prefills),
             has_long=any(n >= LONG_PROMPT for n, _ in prefills),
         )
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Number of KV blocks in use."""
+        return self.rtc.num_blocks - self.rtc.num_available
+
+    @property
+    def num_reserved_blocks(self) -> int:
+        """Number of KV blocks that sequences of this group may still ask for until they end."""
+        blocks_for, most, reserved = self.rtc.blocks_for, self.steps.max_model_len, self.places.reserved
+        needed = held = 0
+        for seq in self.places.sequences():
+            needed += blocks_for(min(seq.num_prompt + seq.max_tokens, most))
+            held += len(seq.holding.slots)
+        needed += sum(blocks_for(min(seq.num_prompt + seq.max_tokens, most)) for seq in reserved)
+        held += sum(len(holding.slots) for holding in self.handover.reserved.values())
+        return max(0, needed - held)
+
+    @property
+    def kv_load(self) -> float:
+        """Share of KV blocks in use or reserved; above 1 if reservations exceed the blocks."""
+        return (self.num_used_blocks + self.num_reserved_blocks) / self.rtc.num_blocks
 
     def missing(self, seq: Sequence) -> tuple[int, int]:
         """Return how many tokens of a sequence have not been computed, and how many have."""

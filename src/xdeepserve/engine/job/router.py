@@ -126,7 +126,8 @@ class Router:
             cached = self._cached.match(seq, te.sizes.kv.block_size)
             if len(able) > 1:
                 asked = RoutedRequest(self._num_seen, len(seq.token_ids), self._num_output(seq))
-                te = able[best(scores(self._route, asked, known(ledger, cached, able), self._heat))]
+                facts = known(ledger, cached, able)
+                te = able[best(scores(self._route, asked, facts, self._heat), facts.sequences)]
             there = cached.get(te.plan.name, 0)
             ledger.give(seq.seq_id, te.plan.name, len(seq.token_ids), there)
             self._promised[seq.seq_id] = 0 if seq.is_counted else there  # else at another TE before
@@ -168,7 +169,5 @@ def known(ledger: TELedger, cached: Mapping[str, int], tes: Seq[TE]) -> Known:
         found.queued[number] = ledger.cost(name) / len(te.groups)
         found.has_long[number], found.has_short[number] = ledger.has(name, True), ledger.has(name, False)
         found.kv_load[number] = te.kv_load
-        found.positions[number] = sum(
-            group.status().num_used_blocks * group.rtc.block_size for group in te.groups
-        )
+        found.positions[number] = sum(group.num_used_blocks * group.rtc.block_size for group in te.groups)
     return found

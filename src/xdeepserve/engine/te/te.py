@@ -476,7 +476,7 @@ class TE:
     def kv_load(self) -> float:
         """Share of KV blocks in use or reserved, averaged over the DP groups; reservations may push it above
         1."""
-        return sum(group.status().kv_load for group in self.groups) / len(self.groups)
+        return sum(group.kv_load for group in self.groups) / len(self.groups)
 
     @property
     def expert_load(self) -> list[ExpertLoad]:
