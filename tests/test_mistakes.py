@@ -328,7 +328,8 @@ MISTAKES = [
     (
         "describe --model llama",
         'llama/config.json: model_type "llama" is not supported (supported: deepseek_v3, kimi_k2, '
-        "deepseek_v32, glm_moe_dsa, glm4_moe_lite, qwen3_moe, glm4_moe, minimax_m2, deepseek_v2, deepseek_v4)",
+        "deepseek_v32, glm_moe_dsa, glm4_moe_lite, qwen3_moe, glm4_moe, minimax_m2, deepseek_v2, "
+        "deepseek_v4)",
     ),
     (
         "describe --model golden",
