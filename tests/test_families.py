@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tests.model.hf_fixtures import BY_NAME
+from tests.model.hf_fixtures import BY_NAME, V4
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.cli import main
 from xdeepserve.llm import digest
@@ -66,6 +66,23 @@ WAYS: dict[str, list[tuple[str, list[str]]]] = {
         ("colocated", ["dies=2", "tp=2"]),
         ("transformerless", []),
     ],
+    "v4-words-mtp": [
+        ("monolithic", []),
+        ("colocated", ["dies=3"]),
+        ("colocated", ["dies=2", "pipeline.microbatches=2"]),
+        ("colocated", ["dies=4", "exchange=push", "execution.overlap=true"]),
+        ("pd", ["transfer=layer", "cache.block_size=32"]),
+        (
+            "pd",
+            ["cache.num_blocks=12", "max_model_len=128", "cache.preemption=swap", "cache.num_host_blocks=8"],
+        ),
+        ("moe-attention", []),
+        ("moe-attention", ["dataflow=true"]),
+        ("transformerless", []),
+        ("eaas", []),
+    ],
+    "v4-odd-sizes": [("colocated", ["dies=2"]), ("pd", ["transfer=layer"]), ("moe-attention", [])],
+    "v4-published-ratios": [("monolithic", []), ("pd", [])],
     "minimax-odd-heads": [
         ("colocated", ["tp=2", "dies=2", "exchange=push"]),
         ("moe-attention", ["dataflow=true"]),
@@ -150,7 +167,7 @@ def in_recipe(name: str, recipe: Recipe) -> object:
 )
 def test_every_way_gives_the_bits_of_the_reference(name: str, recipe: Recipe, tmp_path: Path) -> None:
     """In chunks, among others, and a second time, when prefixes are cached. `fp32` takes every second way."""
-    checkpoint = open_checkpoint(BY_NAME[name].checkpoint_dir(tmp_path))
+    checkpoint = open_checkpoint((BY_NAME | V4)[name].checkpoint_dir(tmp_path))
     digests: dict[str, str] = {}
     for deployment, overrides in WAYS[name][:: 2 if recipe == "fp32" else 1]:
         overrides = [*overrides, "scheduler.max_num_batched_tokens=64"]

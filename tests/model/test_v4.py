@@ -13,7 +13,6 @@ from safetensors.numpy import load_file, save_file
 
 from tests.model.bits import normal
 from tests.model.hf_fixtures import V4
-from xdeepserve import LLM
 from xdeepserve.errors import CheckpointError
 from xdeepserve.model import canonical as c
 from xdeepserve.model.checkpoint import SINGLE_FILE, open_checkpoint
@@ -96,6 +95,15 @@ def test_gates_are_bounded_above_and_the_rest_on_both_sides() -> None:
     gate_up = np.array([[-9.0, 9.0, 1.0, -9.0, 9.0, 1.0]], np.float32)
     expected = c.silu(np.array([-9.0, 2.0, 1.0], np.float32)) * np.array([-2.0, 2.0, 1.0], np.float32)
     assert np.array_equal(v4.swiglu(gate_up, 2.0)[0], expected)
+
+
+def test_an_expert_that_a_token_names_twice_counts_twice_and_is_sent_once() -> None:
+    scores = np.array([[0.4, 0.3, 0.2, 0.1], [0.4, 0.3, 0.2, 0.1]], np.float32)
+    by_token = np.array([[2, 1, 2], [3, 1, 0]], np.float32)
+    topk_idx, weights = v4.experts_by_token(by_token, np.array([0, 1]), scores, True, 2.0)
+    assert topk_idx.tolist() == [[2, 1, 0], [3, 1, 0]]
+    expected = np.array([[0.4, 0.3, 0.0], [0.1, 0.3, 0.4]]) * 2.0 / np.array([[0.7], [0.8]])
+    assert np.abs(weights - expected).max() < 1e-6
 
 
 def test_a_prefix_does_not_depend_on_what_follows(tmp_path: Path) -> None:
@@ -350,8 +358,3 @@ def test_what_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) 
     with pytest.raises(CheckpointError) as caught:
         read(tmp_path, **changes)
     assert message in str(caught.value)
-
-
-def test_an_engine_says_that_it_has_the_reference_only(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="deepseek_v4 has a reference, and no engine yet"):
-        LLM(WORDS.checkpoint_dir(tmp_path))

@@ -81,7 +81,8 @@ def draw(seed: int, deployments: Sequence[str], config: ModelConfig) -> FaultSch
     """Draw the schedule of a seed, for one of some deployments."""
     rng = random.Random(f"chaos {seed}")
     deployment = rng.choice(list(deployments))
-    settings = (*SMALL, "checksums=true", *rng.choice(PODS[deployment]))
+    small = (*SMALL, "checksums=true")
+    settings = (*small, *rng.choice(_pods(deployment, small, config)))
     if deployment == "eaas" and random.Random(f"chaos clients {seed}").random() < 0.3:
         settings = (*settings, "attention.count=2")
     for knob in KNOBS:
@@ -117,6 +118,12 @@ def draw(seed: int, deployments: Sequence[str], config: ModelConfig) -> FaultSch
     faults.sort(key=lambda fault: (fault.at_us or 0, fault.target))
     drawn = FaultSchedule(deployment, settings, seed, num_requests, clock_seed, tuple(faults), pool)
     return _with_servers(random.Random(f"chaos servers {seed}"), drawn, config)
+
+
+def _pods(deployment: str, small: Sequence[str], config: ModelConfig) -> list[tuple[str, ...]]:
+    """Return the pods that a model can have; those without TP where its dies share no heads."""
+    pods = [each for each in PODS[deployment] if _num_dies(deployment, (*small, *each), config)]
+    return pods or [tuple(s for s in each if ".tp=" not in s) for each in PODS[deployment]]
 
 
 def _with_servers(rng: random.Random, drawn: FaultSchedule, config: ModelConfig) -> FaultSchedule:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from xdeepserve.model.config import ModelConfig
+from xdeepserve.model.v4.sizes import V4Sizes
 
 TILE = 16  # positions and columns of a cache tile
 TILE_SIZE = TILE * TILE
@@ -37,7 +38,20 @@ def entries_nbytes(c: ModelConfig, recipe: Literal["int8", "fp32"], num_layers: 
     """Size of a position's entries in the caches of the first `num_layers` layers on the hardware, in
     bytes."""
     kinds = (c.attention_of(layer) for layer in range(num_layers))
+    if c.v4 is not None:
+        return sum(_v4_entry_nbytes(c, c.v4, recipe, kind) for kind in kinds)
     return sum(entry_nbytes(c, recipe, kind == "dsa") for kind in kinds)
+
+
+def _v4_entry_nbytes(c: ModelConfig, v4: V4Sizes, recipe: Literal["int8", "fp32"], kind: str) -> int:
+    """Size of a position's share of a layer's cache of DeepSeek-V4 on the hardware, in bytes: its latent, and
+    where positions are compressed what it gives to entries, in BF16, and its part of an entry."""
+    latent = entry_nbytes(c, recipe)
+    if not (rate := v4.rate(kind)):
+        return latent
+    given = 2 * 2 * c.v_head_dim if kind == "hca" else 2 * 4 * (c.v_head_dim + c.index_head_dim)
+    entry = latent + (2 * c.index_head_dim if kind == "csa" else 0)
+    return latent + given + -(-entry // rate)
 
 
 def scratch_size(max_context: int, rank: int, rope_dim: int) -> int:

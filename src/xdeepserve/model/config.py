@@ -570,7 +570,10 @@ TP_SIZES = (1, 2, 4, 8)  # divisors of canonical.TP_BLOCKS
 
 
 def tp_sizes(config: ModelConfig, mode: TPMode) -> list[int]:
-    """List the TP group sizes allowed by the model's heads, and by its dense layers where they are cut."""
+    """List the TP group sizes allowed by the model's heads, and by its dense layers where they are cut. Dies
+    do not share DeepSeek-V4's streams."""
+    if config.v4 is not None:
+        return [1]
     cuts_mlp = mode == "tp" and config.num_moe_layers < config.num_hidden_layers
     return [
         tp

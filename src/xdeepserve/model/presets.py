@@ -64,17 +64,7 @@ def resolve_model(name_or_path: str | Path) -> Checkpoint:
         known = f"neither a preset ({names}) nor a directory that is there"
         nearest = meant(name_or_path, (*PRESETS, *CONFIGS, *ALIASES)) or "; nothing is downloaded"
         raise CheckpointError(f"model {str(name_or_path)[:400]!r}: {known}{nearest}")
-    checkpoint = _at(Path(name_or_path))
-    if checkpoint.config.v4 is not None:
-        raise CheckpointError(
-            f"model {str(name_or_path)[:400]!r}: deepseek_v4 has a reference, and no engine yet: "
-            "Reference(open_checkpoint(PATH), 'fp32').logits(token_ids), of xdeepserve.model"
-        )
-    return checkpoint
-
-
-def _at(path: Path) -> Checkpoint:
-    """Open a directory's checkpoint, or the configuration of a file or of a directory without weights."""
+    path = Path(name_or_path)
     if path.is_file() and path.suffix == ".json":
         folder = path.resolve().parent
         return ConfigOnly(folder.name if path.name == "config.json" else path.stem, path.parent, path.name)

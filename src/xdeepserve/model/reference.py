@@ -363,10 +363,8 @@ class Canonical:
         by_token = find(self.weights, "by_token")
         if by_token is None:
             return route(self.config, scored, NO_BIAS if bias is None else bias)
-        topk_idx = by_token[np.asarray(self.token_ids, np.int64)].astype(np.int32)
-        return topk_idx, c.expert_weights(
-            scored, topk_idx, self.config.norm_topk_prob, self.config.routed_scaling_factor
-        )
+        norm, factor = self.config.norm_topk_prob, self.config.routed_scaling_factor
+        return v4_canonical.experts_by_token(by_token, np.asarray(self.token_ids), scored, norm, factor)
 
     def combine(self, outputs: Outputs, topk_weights: Array, shared: Array | None) -> Array:
         """Combine experts' outputs in top-k slot order. In the INT8 recipe all outputs cross the pod as BF16

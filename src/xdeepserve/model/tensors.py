@@ -307,6 +307,12 @@ class ModelWeights:
     hc_head_scale: Array | None = None
     mtp: list[MTP]  # the layers of multi-token prediction, in order of the token they look ahead to
 
+    @property
+    def tables(self) -> list[Array]:
+        """RoPE's cos and sin, and then those of layers with compressed positions, if there are any."""
+        both = (self.cos, self.sin, self.compress_cos, self.compress_sin)
+        return [table for table in both if table is not None]
+
 
 def find(weights: Layer | MTP | ModelWeights, name: str) -> Any:
     """Find the weights of the row `name`: a Linear, an array, or None."""

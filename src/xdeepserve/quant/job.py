@@ -73,6 +73,10 @@ def quantize_checkpoint(
     After an interrupt, the same call continues behind the last finished layer, with the same result. Without
     `sequences` nothing is calibrated or measured, which suits methods that do not need text.
     """
+    if checkpoint.config.v4 is not None:
+        raise errors.InputError(
+            f"{checkpoint.name}: deepseek_v4 is not quantised here; serve it as it is stored"
+        )
     try:
         job = Quantization(checkpoint, destination, method, progress)
         try:

@@ -28,6 +28,14 @@ class KVCache(NamedTuple):
     scale: Array
     k_pe: Array
     index_k: Array = NO_ROWS  # the indexer's keys (kernels/indexer.py)
+    # In DeepSeek-V4 (step/v4.py) arrays have a row for each position, [blocks, positions, columns]; besides,
+    # entries [blocks, entries, columns], and what positions give to them.
+    open: Array = NO_ROWS
+    entry: Array = NO_ROWS
+    entry_scale: Array = NO_ROWS
+    entry_pe: Array = NO_ROWS
+    index_open: Array = NO_ROWS
+    index_entry: Array = NO_ROWS
 
     @property
     def pages(self) -> tuple[Array, Array, Array]:
@@ -107,6 +115,7 @@ class Frame:
 
     ends: Ends
     token_ids: Sequence[int] | Array  # [T]
+    streams: Array  # float32 [T, n, H], residuals of the rows with hyper-connections
     hidden: Array  # float32 [T or more, H]: what the last norm makes of rows; MTP goes on from there
     state_rows: Array  # int32 [T], where each row's state is in `hidden`
     logit_rows: Sequence[int] | Array = ()  # [R], the rows that logits are wanted of
@@ -145,19 +154,20 @@ class Frame:
         model: Model,
         buffers: Buffers,
         threads: Threads,
-        tables: tuple[Array, Array] = (NO_ROWS, NO_ROWS),
+        tables: Sequence[Array] = (NO_ROWS, NO_ROWS),
         max_model_len: int = 0,
         slots: range = range(0),
         replicas: Replicas | None = None,
         arrivals: ArrivedRows | None = None,
     ) -> None:
-        """Make a frame. `tables` are cos and sin, which only attention reads; `slots` the numbers of the
-        die's physical experts."""
+        """Make a frame. `tables` are cos and sin, which only attention reads, and perhaps those of layers
+        with compressed positions; `slots` the numbers of the die's physical experts."""
         c = model.config
         self.model, self.config, self.is_int8, self.num_heads = model, c, model.is_int8, model.heads
         self.take = buffers.take
-        self.linears = Linears(buffers, threads, model.is_int8)
-        self.cos, self.sin = tables
+        self.linears = Linears(buffers, threads, model.is_int8, 0.0 if c.v4 is None else c.v4.swiglu_limit)
+        self._tables = tables
+        self.cos, self.sin = tables[:2]
         self.slots, self.replicas, self.arrivals = slots, replicas, arrivals
         self.scratch_size = scratch_size(max_model_len, c.value_columns, c.key_columns)
         self.event = 0  # of the layer's exchange
@@ -170,6 +180,16 @@ class Frame:
         through layers from `first` on."""
         self.ends, self.layer, self.token_ids = ends, first, token_ids
         self.begin(h, batch)
+        if (v4 := self.config.v4) is not None:
+            self.streams = self.take("streams", len(h), v4.hc_mult, h.shape[1])
+
+    def begin_part(self, whole: Frame, rows: slice) -> None:
+        """Begin with some neighbouring rows of a pass that another frame has begun."""
+        is_all = rows == slice(0, len(whole.whole))
+        self.begin(whole.whole[rows], whole.batch if is_all else whole.batch.part(rows))
+        self.token_ids = whole.token_ids[rows]
+        if self.config.v4 is not None:
+            self.streams = whole.streams[rows]
 
     def begin(self, h: Array, batch: Batch) -> None:
         """Begin with the rows h [T, H] of the die's DP group, before their first layer."""
@@ -179,6 +199,8 @@ class Frame:
     def enter(self, layer: Layer, cache: KVCache, event: int) -> None:
         """Enter a layer with the rows; its exchange is event `event` on all ranks."""
         self.layer, self.cache, self.event = layer, cache, event
+        if len(self._tables) > 2:
+            self.cos, self.sin = self._tables[2:] if layer.attention in ("csa", "hca") else self._tables[:2]
         if layer.moe is not None:
             self.shared = NO_ROWS
             if layer.moe.experts is not None:

@@ -14,6 +14,7 @@ from xdeepserve.model.tensors import Layer
 from xdeepserve.step import attention as mla
 from xdeepserve.step import grouped as gqa
 from xdeepserve.step import sparse as dsa
+from xdeepserve.step import v4
 from xdeepserve.step.feed import (
     add_answers,
     add_outputs,
@@ -61,7 +62,25 @@ class Where(NamedTuple):
 
 def decoder_layer(layer: Layer, where: Where) -> LayerProgram:
     """Compose a decoder layer for one die, or for each die of a group in which every die has its own rows."""
-    return LayerProgram(ATTENTION[layer.attention], dense() if layer.moe is None else moe(where))
+    feed = dense() if layer.moe is None else moe(where)
+    if layer.hc_ffn_fn is not None:
+        feed = (CONNECT_FEED, Stage("Gate", (v4.gate,), "aiv"), *feed[1:], SPREAD)
+    return LayerProgram(ATTENTION[layer.attention], feed)
+
+
+CONNECT_ATTENTION = Stage("Connect", (v4.connect_attention,), "aiv")
+CONNECT_FEED = Stage("Connect", (v4.connect_feed,), "aiv")
+SPREAD = Stage("Spread", (v4.spread,), "aiv")
+
+
+def _v4_attention(*attend: Op) -> Program:
+    return (
+        CONNECT_ATTENTION,
+        Stage("MLAProlog", (v4.down_proj, v4.up_proj)),
+        Stage("MQA", attend, attends=True),
+        Stage("OProj", (v4.head_outputs, v4.out_proj)),
+        SPREAD,
+    )
 
 
 ATTENTION: dict[AttentionKind, Program] = {
@@ -85,6 +104,9 @@ ATTENTION: dict[AttentionKind, Program] = {
         Stage("DSA", (dsa.attend,), attends=True),
         Stage("OProj", (mla.head_outputs, mla.out_proj)),
     ),
+    "window": _v4_attention(v4.attend),
+    "csa": _v4_attention(v4.compress, v4.choose, v4.attend),
+    "hca": _v4_attention(v4.compress, v4.attend),
 }
 
 

@@ -110,8 +110,9 @@ class Rows(NamedTuple):
 class Linears:
     """Linear layers and MLPs on the buffers `q8`, `q8_scale`, `gate_up` and `act` of a workspace."""
 
-    def __init__(self, buffers: Buffers, threads: Threads, is_int8: bool) -> None:
-        self.take, self.threads, self.is_int8 = buffers.take, threads, is_int8
+    def __init__(self, buffers: Buffers, threads: Threads, is_int8: bool, limit: float = 0.0) -> None:
+        """`limit` bounds gates from above, and what they let through on both sides; 0: neither."""
+        self.take, self.threads, self.is_int8, self.limit = buffers.take, threads, is_int8, limit
 
     def prepare(self, x: Array) -> Rows:
         """Prepare x [T, K] for the recipe's layers; INT8 rows are valid until the next are made."""
@@ -174,6 +175,9 @@ class Linears:
         """Compute SwiGLU of gate_up [T, 2I], prepared for `layer`, in the buffer `name`, or in `q` and
         `q`_scale."""
         shape = (len(gate_up), gate_up.shape[1] // 2)
+        if self.limit:
+            np.minimum(gate_up, self.limit, out=gate_up)
+            np.maximum(gate_up[:, shape[1] :], -self.limit, out=gate_up[:, shape[1] :])
         if layer.scale is None:
             rows = Rows(self.take(name, *shape), None)
             k.swiglu(rows.x, gate_up)

@@ -14,6 +14,7 @@ from xdeepserve.hw.spec import Work
 from xdeepserve.model import kernels as k
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.tensors import MTP, Layer
+from xdeepserve.step import v4
 from xdeepserve.step.attention import float_work
 from xdeepserve.step.frame import Frame, Model
 from xdeepserve.step.stage import Counts, Op, OpWork, Program, Stage
@@ -51,9 +52,13 @@ def head_work(norms: int) -> OpWork:
 
 def _embed(f: Frame) -> None:
     k.gather_rows(f.h, f.ends.embed, np.asarray(f.token_ids, np.int32))
+    if f.config.v4 is not None:
+        f.streams[:] = f.h[:, None]
 
 
 def _norm(f: Frame) -> None:
+    if f.config.v4 is not None:
+        v4.leave_streams(f)
     k.rms_norm(f.hidden[: len(f.h)], f.h, f.ends.norm, f.config.rms_norm_eps)
 
 

@@ -134,6 +134,7 @@ FREE: dict[str, str] = {
     "take_received": "numbers of experts, which the dispatch could count from this die's first",
     "round_own": _FUSED,
     "round_shared": _FUSED,
+    "compress": "runs once in some positions, and is billed with what these give to entries",
     "head_outputs": "a view: heads of grouped attention give their outputs themselves",
 }
 """Operations without a cost of their own, by the kernel's name, and the reason."""

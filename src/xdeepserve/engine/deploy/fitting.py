@@ -126,7 +126,7 @@ def _is_lockstep(d: Deployment, row: TEKind, config: ModelConfig) -> bool:
     """
     if d.lockstep is not None:
         return d.lockstep and row.lockstep != "never"
-    is_possible = row.lockstep == "large" and not rules.refused(d, rules.LOCKSTEP)
+    is_possible = row.lockstep == "large" and config.v4 is None and not rules.refused(d, rules.LOCKSTEP)
     if max(d.tp or 1, d.o_proj_tp or 1) > 1 or _turns(d, row) == "overlap":
         is_possible = False  # their stages are tasks' in any case
     return is_possible and num_parameters(config) >= LARGE_MODEL

@@ -33,6 +33,7 @@ def reasons_against(d: Deployment, config: ModelConfig) -> list[str]:
         *_against_policies(d),
         *refused(d, EXCLUDED),
         *(refused(d, LOCKSTEP) if d.lockstep else ()),
+        *(["lockstep is not for deepseek_v4"] if d.lockstep and config.v4 is not None else ()),
         *_against_cache(d, config),
         *_against_steps(d),
         *_against_pipeline(d),
@@ -98,6 +99,8 @@ def _against_pipeline(d: Deployment) -> list[str]:
 
 
 def _against_drafts(d: Deployment, config: ModelConfig) -> list[str]:
+    if d.mtp > 0 and config.v4 is not None:
+        return [f"mtp={d.mtp} is not for deepseek_v4, whose MTP layer only the reference computes"]
     if d.mtp > 0 and not config.num_nextn_predict_layers:
         return [f"mtp={d.mtp} needs an MTP layer, and the checkpoint has none"]
     return []

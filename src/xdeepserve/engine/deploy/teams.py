@@ -14,6 +14,7 @@ from xdeepserve.engine.deploy.settings import instead
 from xdeepserve.hw.accelerators import NPUS_PER_SERVER
 from xdeepserve.model.config import TP_SIZES, ModelConfig, tp_sizes
 
+NO_SHARING = "is not for deepseek_v4, in which a die has its tokens' streams to itself: set 1"
 SHARED_INPUTS = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
 
 
@@ -308,6 +309,8 @@ class Teams:
             self.reasons.append(f"{key}={size} does not divide the model's {heads} heads")
         if te.tp not in (None, 1):
             self.reasons.append(f"{key}={size} is for DP groups of one die, found tp={te.tp}")
+        elif self.config.v4 is not None and size > 1:
+            self.reasons.append(f"{key}={size} {NO_SHARING}")
         return size
 
     def _tp(self, key: str, te: TEConfig) -> int:
@@ -319,6 +322,8 @@ class Teams:
             return 1
         if config.num_attention_heads % tp:
             self.reasons.append(f"{key}={tp} does not divide the model's {config.num_attention_heads} heads")
+        elif config.v4 is not None and tp > 1:
+            self.reasons.append(f"{key}={tp} {NO_SHARING}")
         elif tp not in tp_sizes(config, te.tp_mode):
             self.reasons.append(
                 f"{key}={tp} does not divide the intermediate size {config.intermediate_size} of the model's "

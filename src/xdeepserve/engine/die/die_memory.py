@@ -112,6 +112,9 @@ class DieMemory:
         for name in ("h", "hidden", "embedding"):
             plan(name, F32, steps.max_tokens, c.hidden_size)
         plan("both", F32, steps.max_tokens, 2 * c.hidden_size)
+        if c.v4 is not None:
+            plan("streams", F32, steps.max_tokens, c.v4.hc_mult, c.hidden_size)
+            plan("head_logits", F32, steps.max_tokens, c.v4.hc_mult)
         plan("positions", I32, steps.max_tokens)
         plan("slots", I32, steps.max_tokens)
         plan("seq_of", I32, steps.max_tokens)
@@ -167,9 +170,10 @@ class DieMemory:
 
     @property
     def num_choices(self) -> int:
-        """Microbatches whose chosen positions stay until the next layer, in buffers that they share."""
-        walk = self.walk
-        return walk.num_microbatches if self.config.shared_choices and walk.num_parts == 1 else 1
+        """Microbatches of which something stays until the next layer or half of one, in buffers that they
+        share: chosen positions, or a hyper-connection's weights."""
+        walk, stays = self.walk, self.config.shared_choices or self.config.v4 is not None
+        return walk.num_microbatches if stays and walk.num_parts == 1 else 1
 
     def layer_workspace(self, microbatch: int) -> Workspace:
         """Return the buffers of a layer's stages; each microbatch has its own set where microbatches

@@ -16,12 +16,14 @@ from xdeepserve.engine.deploy.sizes import KVSizes
 from xdeepserve.engine.die.workspace import Workspace
 from xdeepserve.engine.plans import PoolPlace
 from xdeepserve.hw.memory import Address, Area, Region
-from xdeepserve.model.cache_layout import TILE, cache_shape
+from xdeepserve.model.cache_layout import TILE, cache_shape, cache_width
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.families import AttentionKind
 from xdeepserve.model.weights import Recipe
-from xdeepserve.step.frame import KVCache
+from xdeepserve.step.frame import NO_ROWS, KVCache
+
+NO_PARTS = {"scale": NO_ROWS}  # of a layer that has none
 
 
 class CachePart(NamedTuple):
@@ -47,6 +49,8 @@ def cache_parts(
 
     A block has those of all its heads. Each layer of hundreds of dies asks, and most get the same answer.
     """
+    if c.v4 is not None:
+        return _v4_parts(c, recipe, num_blocks, block_size, kind)
     is_int8, by_head, f32 = recipe == "int8", num_blocks * c.num_key_value_heads, np.dtype(np.float32)
     shapes = {
         "latent": cache_shape(by_head, block_size, c.value_columns),
@@ -57,6 +61,42 @@ def cache_parts(
         shapes["index_k"] = (num_blocks, block_size // TILE, c.index_head_dim, TILE)
     dtypes = {"latent": np.dtype(np.uint8)} if is_int8 else {}
     return tuple(CachePart(name, dtypes.get(name, f32), shape, num_blocks) for name, shape in shapes.items())
+
+
+def _v4_parts(
+    c: ModelConfig, recipe: Recipe, num_blocks: int, block_size: int, kind: AttentionKind
+) -> tuple[CachePart, ...]:
+    """Return the parts of a layer's cache of DeepSeek-V4: latents of all positions; entries, each in the
+    block of its window's last position, and what positions give to them."""
+    assert c.v4 is not None
+    is_int8, f32, rate = recipe == "int8", np.dtype(np.float32), c.v4.rate(kind)
+    values = np.dtype(np.int8) if is_int8 else f32
+    rank, turned = cache_width(c.kv_lora_rank), c.qk_rope_head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "latent": (block_size, rank),
+        "scale": (block_size,),
+        "k_pe": (block_size, turned),
+    }
+    if rate:
+        overlap, entries = 2 if kind == "csa" else 1, -(-block_size // rate)
+        entries = -(-entries // 8) * 8  # pieces are moved by 32 bytes, for which INT8 columns are padded, too
+        shapes |= {
+            "open": (block_size, 2 * overlap * c.v_head_dim),
+            "entry": (entries, rank),
+            "entry_scale": (entries,),
+            "entry_pe": (entries, turned),
+        }
+    if kind == "csa":
+        shapes |= {
+            "index_open": (block_size, 4 * c.index_head_dim),
+            "index_entry": (entries, c.index_head_dim),
+        }
+    if not is_int8:
+        shapes = {name: shape for name, shape in shapes.items() if not name.endswith("scale")}
+    return tuple(
+        CachePart(name, values if name in ("latent", "entry") else f32, (num_blocks, *shape), num_blocks)
+        for name, shape in shapes.items()
+    )
 
 
 class KVMemory:
@@ -192,6 +232,6 @@ class KVMemory:
             return self._space.take(f"kv/{layer}/{part.name}", *part.shape)
 
         return [
-            KVCache(**{part.name: take(layer, part) for part in self._layer(layer)})
+            KVCache(**NO_PARTS | {part.name: take(layer, part) for part in self._layer(layer)})
             for layer in range(self._num_layers)
         ]

@@ -67,13 +67,33 @@ def plan_layer(
     plan("q_lat", F32, t, max(num_heads * c.value_columns, c.num_key_value_heads * c.key_columns))
     plan("o_lat", F32, t, num_heads * c.value_columns)
     plan("o", F32, t, o_width)
-    if c.index_topk:
+    if c.v4 is not None:
+        plan_v4(plan, c, most)
+    elif c.index_topk:
         plan_indexer(plan, c, recipe, most)
     plan("gate_up", F32, 2 * act)
     plan("act", F32, act)
-    widest = max(2 * hidden, c.q_lora_rank or 1, q_width, o_width)
+    groups = 0 if c.v4 is None else c.v4.o_groups * c.v4.o_lora_rank
+    widest = max(2 * hidden, c.q_lora_rank or 1, q_width, o_width, groups)
     plan("q8", I8, max(t * widest, n * c.num_attention_heads * c.v_head_dim, act))
     plan("q8_scale", F32, max(t, most.copied))
+
+
+def plan_v4(plan: Plan, c: ModelConfig, most: Extent) -> None:
+    """Reserve buffers of DeepSeek-V4's stages (step/v4.py)."""
+    assert c.v4 is not None
+    t, n = most.part, c.v4.hc_mult
+    plan("hc_logits", F32, t, (2 + n) * n)
+    for lane in range(most.lanes):
+        plan(f"hc_post/{lane}", F32, t, n)
+        plan(f"hc_mix/{lane}", F32, t, n, n)
+    plan("entry_given", F32, t, 4 * c.v_head_dim)
+    plan("index_entry_given", F32, t, 4 * c.index_head_dim)
+    plan("given_half", F32, t, 2 * max(c.v_head_dim, c.index_head_dim))
+    plan("index_w", F32, t, c.index_n_heads)
+    plan("index_q", F32, t, c.index_n_heads * c.index_head_dim)
+    plan("chosen_entries", I32, t, 1 + c.index_topk)
+    plan("o_groups", F32, t, c.v4.o_groups * c.v4.o_lora_rank)
 
 
 def plan_indexer(plan: Plan, c: ModelConfig, recipe: Recipe, most: Extent) -> None:

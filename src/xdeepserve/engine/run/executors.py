@@ -86,7 +86,7 @@ def frame_of(mem: DieMemory, weights: ModelWeights, threads: Threads, buffers: W
         Model(mem.config, mem.recipe, len(mem.heads), mem.walk.unabsorbed),
         buffers,
         threads,
-        (weights.cos, weights.sin),
+        weights.tables,
         mem.steps.max_model_len,
         mem.slots,
         mem.replicas,

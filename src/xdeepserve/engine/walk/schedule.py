@@ -85,12 +85,12 @@ Schedule = Callable[[Sequence[Runner], Visits, EndLayer], Awaitable[None]]
 def begin(runners: Sequence[Runner], whole: Frame) -> None:
     """Cut the rows of a pass into as many neighbouring parts as there are runners."""
     if len(runners) == 1:
-        runners[0].frame.begin(whole.whole, whole.batch)
+        runners[0].frame.begin_part(whole, slice(0, len(whole.whole)))
         return
     num_rows = len(whole.whole)
     cuts = [num_rows * m // len(runners) for m in range(len(runners) + 1)]
     for runner, (lo, hi) in zip(runners, pairwise(cuts), strict=True):
-        runner.frame.begin(whole.whole[lo:hi], whole.batch.part(slice(lo, hi)))
+        runner.frame.begin_part(whole, slice(lo, hi))
 
 
 async def serial(runners: Sequence[Runner], visits: Visits, end_layer: EndLayer) -> None:

@@ -68,6 +68,28 @@ def sqrt_softplus(x: Array) -> Array:
     return root
 
 
+def experts_by_token(
+    by_token: Array, token_ids: Array, scores: Array, norm: bool, factor: float
+) -> tuple[Array, Array]:
+    """Find experts by token id in by_token [vocab, K], and weigh them by scores [T, E] -> two of [T, K].
+
+    An expert that stands twice in a row of the table counts twice: its first slot has both weights, and the
+    other slot has the first expert that the row does not name, with weight 0, so that nobody is sent a token
+    twice.
+    """
+    topk_idx = by_token[token_ids].astype(np.int32)
+    weights = c.expert_weights(scores, topk_idx, norm, factor)
+    ordered = np.sort(topk_idx, axis=1)
+    for t in np.flatnonzero((ordered[:, 1:] == ordered[:, :-1]).any(axis=1)).tolist():
+        row = topk_idx[t].tolist()
+        others = iter(sorted(set(range(scores.shape[1])) - set(row)))
+        for slot, expert in enumerate(row):
+            if (first := row.index(expert)) < slot:
+                weights[t, first] += weights[t, slot]
+                topk_idx[t, slot], weights[t, slot] = next(others), 0
+    return topk_idx, weights
+
+
 def swiglu(gate_up: Array, limit: float) -> Array:
     """Compute gate_up [T, 2I] = [gate | up] -> silu(min(gate, limit)) * clip(up, -limit, limit), [T, I]."""
     half = gate_up.shape[-1] // 2
