@@ -48,6 +48,14 @@ class Plant:
         return self.serving + len(self.coming)
 
 
+@pytest.mark.parametrize(("waiting", "wanted"), [(0, 0), (1, 1), (9, 1)])
+def test_the_last_te_stays_for_requests_that_will_need_it(waiting: int, wanted: int) -> None:
+    bounds, state = ScaleBounds(least=0, down_s=1, calm_s=0), ScaleState(3)
+    for second in range(3):
+        state = next_wanted(state, ScaleLook(second, 0.0, state.wanted, 0, waiting=waiting), bounds)
+    assert state.wanted == wanted
+
+
 def test_more_come_for_a_load_and_go_after_it() -> None:
     plant = Plant(1)
     for _ in range(20):

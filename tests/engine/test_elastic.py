@@ -11,11 +11,11 @@ from tests.engine.remains import check_nothing_is_left, settled
 from tests.tools import one_die
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.build import PodPlan
-from xdeepserve.engine.dp.events import Observed, TEChanged, TEsWanted
+from xdeepserve.engine.dp.events import Booked, Observed, Prefilled, TEChanged, TEsWanted
 from xdeepserve.engine.serving import elastic
 from xdeepserve.engine.serving.elastic import StartCosts
 from xdeepserve.errors import DeploymentError, XDeepServeError
-from xdeepserve.history import History, serve
+from xdeepserve.history import History, Told, serve
 from xdeepserve.hw.spec import Param
 from xdeepserve.llm import digest
 from xdeepserve.model.presets import TinyCheckpoint
@@ -283,6 +283,89 @@ def test_dies_lost_while_tes_of_two_roles_come_and_go_cost_no_bit(tiny: TinyChec
     assert found == digest(one_die(PROMPTS, PARAMS, "int8"))
 
 
+# TEs of both kinds from none; without a pre-warmed one of its own decode comes later than prefill.
+APART_FROM_NONE = (*FROM_NONE, "prefill.dies=1", "decode.dies=1")
+LATE_DECODE = ("scale.decode.warm=0",)
+
+
+def check_comes_and_goes(run: Told) -> None:
+    """TEs of each role: none before the burst, some in it, and none after it."""
+    for role in ("prefill", "decode"):
+        counts = in_service([change for change in run.of(TEChanged) if change.te.startswith(role)])
+        assert counts.count(0) >= 2
+        assert max(counts) >= 2
+        wanted = [each.num_tes for each in run.of(TEsWanted) if each.role == role]
+        assert min(wanted) == 0
+        assert all(a != b for a, b in pairwise(wanted))
+
+
+@pytest.mark.parametrize("late", [(), LATE_DECODE, ("scale.prefill.warm=0",)])
+@pytest.mark.parametrize("ways", [(), ("transfer=layer", "scheduler.admission=decode")])
+def test_a_burst_after_silence_brings_prefill_and_decode_tes_from_none(
+    late: tuple[str, ...], ways: tuple[str, ...]
+) -> None:
+    arrivals = tuple(round(1e9 * s) for s in BURST_S)
+    history = History("pd", (*APART_FROM_NONE, *late, *ways), PROMPTS, PARAMS, arrivals_ns=arrivals)
+    run = serve(history, hears=(TEChanged, TEsWanted))
+    assert run.digest == digest(one_die(PROMPTS, PARAMS, "int8"))
+    check_comes_and_goes(run)
+    first_s = FAST.cold_s if late else FAST.warm_s
+    for number in (1, -1):
+        assert first_s < run.outputs[number].metrics.ttft_ns / 1e9 < first_s + 0.01
+
+
+def test_prefill_and_decode_tes_come_from_none_where_runs_only_take_time() -> None:
+    arrivals = tuple(round(1e9 * s) for s in BURST_S)
+    history = History("pd", APART_FROM_NONE, PROMPTS, PARAMS, arrivals_ns=arrivals, is_timing_only=True)
+    run = serve(history, hears=(TEChanged, TEsWanted))
+    assert [len(output.outputs[0].token_ids) for output in run.outputs] == [PARAMS.max_tokens] * len(PROMPTS)
+    check_comes_and_goes(run)
+
+
+# Decode has nothing to do while a prompt is computed token by token, nor has prefill while decode comes.
+@pytest.mark.parametrize(
+    "settings", [("prefill.max_num_batched_tokens=1", "prefill.max_num_seqs=1"), LATE_DECODE]
+)
+def test_a_te_stays_while_a_request_is_on_its_way_to_it(settings: tuple[str, ...]) -> None:
+    quick = "scale.most=1", "scale.down_s=0.0005", "scale.every_s=1e-4"
+    arrivals, prompts = (0, 10**9), PROMPTS[:2]
+    history = History("pd", (*APART_FROM_NONE, *quick, *settings), prompts, PARAMS, arrivals_ns=arrivals)
+    run = serve(history, hears=(TEChanged, Prefilled))
+    assert run.digest == digest(one_die(prompts, PARAMS, "int8"))
+    assert len(run.of(Prefilled)) == len(prompts)
+    began = [change for at_ns, change in run.events if at_ns >= 10**9 and isinstance(change, TEChanged)]
+    assert sum(change.life == "ready" for change in began) == 2  # one of each kind, once
+
+
+def test_requests_that_wait_for_the_first_tes_are_admitted_by_decode() -> None:
+    arrivals = (0, *(10**9 + 100_000 * number for number in range(len(PROMPTS) - 1)))
+    for late in (LATE_DECODE, ("scale.prefill.warm=0",)):
+        settings = *APART_FROM_NONE, "scheduler.admission=decode", "scale.most=1", *late
+        run = serve(History("pd", settings, PROMPTS, PARAMS, arrivals_ns=arrivals), hears=(Booked,))
+        assert run.digest == digest(one_die(PROMPTS, PARAMS, "int8"))
+        assert {booked.seq_id for booked in run.of(Booked)} == {*range(len(PROMPTS))}
+
+
+def test_a_request_that_waited_for_decode_brings_no_second_prefill_te() -> None:
+    """Its first token is late because there was no decode TE. An idle prefill TE takes 4 ms for a prompt."""
+    settings = *APART, "scale.most=2", "scale.decode.least=0", "scale.ttft_s=0.006"
+    arrivals = 0, 10**9, 10**9 + 10**8
+    run = serve(History("pd", settings, PROMPTS[:3], PARAMS, arrivals_ns=arrivals), hears=(TEsWanted,))
+    assert run.outputs[1].metrics.ttft_ns > 6_000_000
+    assert {wanted.role for wanted in run.of(TEsWanted)} == {"decode"}
+
+
+@pytest.mark.thin(4)
+@pytest.mark.parametrize("seed", range(12))
+def test_dies_lost_while_tes_of_two_roles_come_from_none_cost_no_bit(tiny: TinyCheckpoint, seed: int) -> None:
+    drawn = random.Random(f"from none {seed}")
+    settings = [*APART_FROM_NONE, f"scale.down_s={drawn.choice((0.002, 0.05))}"]
+    settings += ["transfer=layer"] * drawn.randrange(2) + ["scheduler.admission=decode"] * drawn.randrange(2)
+    settings += [LATE_DECODE[0]] * drawn.randrange(2)
+    found = served_with_losses(tiny, "pd", settings, seed)
+    assert found == digest(one_die(PROMPTS, PARAMS, "int8"))
+
+
 def test_without_room_for_a_te_requests_that_wait_end_with_the_reason(
     tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,11 +402,6 @@ def test_an_engine_that_ends_while_tes_are_on_their_way_gives_their_dies_back(ti
     ("deployment", "settings", "words"),
     [
         ("transformerless", ["scale.least=1"], "scale is for pd, and for TEs of one kind that do both"),
-        (
-            "pd",
-            ["scale.least=0"],
-            "scale.least must be at least 1 where prefill and decode are apart, found 0",
-        ),
         ("pd", ["scale.least=1", "prefill.hardware=910b"], "no prefill TE can come on 910b dies"),
         ("pd", ["scale.prefill.least=3", "scale.most=2"], "0 <= least <= most <= 4096, found 3 and 2"),
         (

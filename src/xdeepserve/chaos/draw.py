@@ -105,7 +105,7 @@ def draw(seed: int, deployments: Sequence[str], config: ModelConfig) -> FaultSch
         settings += (*FAILOVER, f"recovery.spare_dies={rng.choice((0, 0, 1, 3))}")
     rng = random.Random(f"chaos scale {seed}")
     if rng.random() < 0.3 and deployment in ("monolithic", "colocated", "moe-attention", "pd"):
-        settings += (f"scale.least={int(deployment == 'pd')}", *ELASTIC)
+        settings += ("scale.least=0", *ELASTIC)
     rng = random.Random(f"chaos peers {seed}")
     if rng.random() < 0.4 and pool == "none":
         settings += (*PEERS, f"scheduler.route={rng.choice(('round-robin', 'sequences'))}")

@@ -35,6 +35,7 @@ class ScaleLook(NamedTuple):
     coming   how many are on their way
     missed   share of the requests since the last look that missed their bounds and that an idle TE would
              have served within them; None if none has ended
+    waiting  requests at none of these TEs that will need one: while there are some, one TE stays
     """
 
     at_s: float
@@ -42,6 +43,7 @@ class ScaleLook(NamedTuple):
     serving: int
     coming: int
     missed: float | None = None
+    waiting: int = 0
 
 
 class ScaleState(msgspec.Struct, frozen=True):
@@ -112,7 +114,7 @@ def _seen(before: ScaleState, look: ScaleLook, bounds: ScaleBounds) -> ScaleStat
     needed, missed_load = before.needed, before.missed_load
     if look.at_s - before.missed_s > bounds.forget_s or look.load * bounds.high < missed_load * bounds.low:
         needed, missed_load = 0, 0.0
-    enough = max(bounds.least, needed, math.ceil(look.load / bounds.low))
+    enough = max(bounds.least, needed, math.ceil(look.load / bounds.low), min(1, look.waiting))
     low_since: float | None = None
     if enough < there and not is_missed:
         low_since = look.at_s if before.low_since is None else before.low_since

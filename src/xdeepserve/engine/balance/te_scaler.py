@@ -38,7 +38,7 @@ class ScaledTEs(Protocol[T]):
         """Count the requests at a TE."""
 
     def num_unplaced(self) -> int:
-        """Count the requests that wait for any TE."""
+        """Count the requests that wait for any TE, or that TEs of another role have yet to hand over."""
 
     def prompt_steps(self) -> PromptSteps:
         """Return the time and the speed of all TEs' steps so far."""
@@ -78,7 +78,7 @@ class TEScaler(Generic[T]):
         self.state = ScaleState(num_tes)
         self._share = PromptShare()
         self._level, self._idle_prefill = ServiceLevel(ttft_ns, tpot_ns), IdlePrefill()
-        self._begun_ns = 0.0  # when the latest TE came that was the only one
+        self.begun_ns = 0.0  # when the latest TE came that was the only one
         self._num_asked = 0
         self.coming: dict[int, bool] = {}  # TEs on their way, by number: whether they may be called off
         self.draining: list[T] = []  # TEs sent away that have not gone, the longest away first
@@ -95,16 +95,17 @@ class TEScaler(Generic[T]):
         `prefill` has tokens of its prompt, those of them that were cached, and the time [ns] of the rest. A
         request that came while there was no TE does not count: it is late for that reason.
         """
-        if at_ns >= self._begun_ns:
+        if at_ns >= self.begun_ns:
             self._idle_prefill.hear(*prefill)
             self._level.hear(ttft_ns, tpot_ns, partial(self._idle_prefill.ns, prefill[0]))
 
     def look(self) -> None:
         """Look at the TEs, and act if another number of them is wanted."""
         tes, ready = self._tes, self._tes.ready()
-        load = self._load(ready) if ready else tes.num_unplaced()
+        waiting = tes.num_unplaced()
+        load = self._load(ready) if ready else waiting
         missed = self._level.take_share()
-        seen = ScaleLook(tes.now_ns / 1e9, load, len(ready), len(self.coming), missed)
+        seen = ScaleLook(tes.now_ns / 1e9, load, len(ready), len(self.coming), missed, waiting)
         before, self.state = self.state, self._next(self.state, seen, self._bounds)
         more = self.state.wanted - seen.serving - seen.coming
         if self.state.changed_s != before.changed_s and more:
@@ -161,7 +162,7 @@ class TEScaler(Generic[T]):
 
     def _note_come(self) -> None:
         if len(self._tes.ready()) == 1:
-            self._begun_ns = self._tes.now_ns
+            self.begun_ns = self._tes.now_ns
 
 
 def in_ns(seconds: float | None) -> float:

@@ -467,7 +467,7 @@ class PipelineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class RoleScale(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Numbers of TEs of a role, where they differ from those of `[scale]`."""
 
-    least: Annotated[Count | None, "as scale.least, of TEs of this role alone"] = None
+    least: Annotated[Natural | None, "as scale.least, of TEs of this role alone"] = None
     most: Annotated[Count | None, "as scale.most, of TEs of this role alone"] = None
     warm: Annotated[Natural | None, "as scale.warm, of TEs of this role alone"] = None
 

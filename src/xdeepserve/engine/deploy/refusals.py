@@ -136,8 +136,6 @@ def _against_scale(d: Deployment) -> list[str]:
     reasons = [reason for each in bounds for reason in each.wrong()]
     if not is_pd and (roles != {"both"} or len(d.te or ()) > 1):
         reasons.append("scale is for pd, and for TEs of one kind that do both prefill and decode")
-    if is_pd and any(each.least < 1 for each in bounds):
-        reasons.append("scale.least must be at least 1 where prefill and decode are apart, found 0")
     if is_pd and d.prefill is not None and d.prefill.hardware != "cm384":
         reasons.append(
             f"scale: no prefill TE can come on {d.prefill.hardware} dies, which a pod has from its start"

@@ -111,13 +111,17 @@ class AdmissionControl:
             self.look()
         return None if booking is None else booking[1:]
 
-    def leave(self, seq: Sequence) -> None:
-        """Forget an ended or aborted sequence; blocks reserved for it are free once no transfer uses them."""
+    def give_back(self, seq: Sequence) -> None:
+        """Give back the blocks reserved at decode for a sequence, if there are any."""
         booking = self.take(seq)
         if booking is not None:
             te, group = booking
             group.handover.drop(seq)
             te.wake()  # it may have waited for this one before it leaves
+
+    def leave(self, seq: Sequence) -> None:
+        """Forget an ended or aborted sequence; blocks reserved for it are free once no transfer uses them."""
+        self.give_back(seq)
         for seqs in [seqs for seqs in self._waiting if seq in seqs]:
             seq.is_finished = True
             seqs.remove(seq)

@@ -44,9 +44,9 @@ class Roster(list[TE]):
         """List TEs for new requests; prefill TEs only if a decode TE takes new work."""
         return self.ready("both", "prefill") if self.ready("decode") else self.ready("both")
 
-    def successors(self, role: Role | None, but: TE | None = None) -> list[TE]:
+    def successors(self, role: Role, but: TE | None = None) -> list[TE]:
         """List TEs other than `but` able to continue sequences from a TE of this role, from their tokens:
-        its own role first, else any that can begin. None: the sequences have been at no TE."""
+        its own role first, else any that can begin."""
         able = [te for te in [*self.beginners, *self.ready("decode")] if te is not but]
         alike = [te for te in able if te.sizes.place.role == role]
         return alike or [te for te in able if te.sizes.place.role != "decode"]
@@ -177,7 +177,10 @@ class JobExecutor:
     def place_waiting(self) -> None:
         """Assign sequences waiting for a TE. Without a TE they keep waiting, or fail."""
         for seqs, role in self.unplaced.let_go():
-            self.give(seqs, self.tes.successors(role), role)
+            if role is None:
+                self.admission.admit(seqs)
+            else:
+                self.give(seqs, self.tes.successors(role), role)
 
     async def part_with(self, te: TE) -> None:
         """Remove an ended TE, once its last transfers have ended."""
@@ -281,7 +284,11 @@ class JobExecutor:
         self.admission.admit(seqs)
 
     def _dispatch(self, seqs: Seq[Sequence]) -> None:
-        self.give(seqs, self.tes.beginners)
+        tes = self.tes.beginners
+        if not tes:  # they are admitted anew when a TE has come, and hold no blocks at decode until then
+            for seq in seqs:
+                self.admission.give_back(seq)
+        self.give(seqs, tes)
 
     def _decode_tes(self) -> list[TE]:
         """List the decode TEs taking new work, the one with the lowest load first."""
@@ -294,6 +301,13 @@ class JobExecutor:
         """Number of sequences not yet given to any DP group."""
         pending = sum(te.te_shell.num_pending for te in self.tes)
         return self.admission.num_waiting + len(self.unplaced) + pending
+
+    def num_ahead(self, role: Role) -> int:
+        """Count the sequences at no TE of a role that will need one: they wait for TEs or, before decode,
+        are at prefill TEs."""
+        jobs = self._jobs.values() if role == "decode" else ()
+        num_before = sum(job.te.sizes.place.role == "prefill" for job in jobs)
+        return self.admission.num_waiting + len(self.unplaced) + num_before
 
     def give(self, seqs: Seq[Sequence], tes: Seq[TE], role: Role | None = None) -> None:
         """Have a TE out of `tes` compute sequences from their tokens. Without a TE they wait for one that is

@@ -8,7 +8,8 @@ A TE comes in five steps: a pod is found, processes are started, weights come, a
 executors hear of it. Pre-warmed TEs have the first two behind them: dies and processes, without weights. For
 each that is taken another one is started. A TE that goes finishes its requests first. If more TEs are wanted
 before it has gone, it is taken back, and no other comes in its place. Without any TE a request waits for the
-first one, which comes at once.
+first one, which comes at once; where prefill and decode are apart it waits for one of each role. The last
+decode TE stays while a prefill TE has requests.
 """
 
 from __future__ import annotations
@@ -120,6 +121,11 @@ class Elastic:
         for process in self.processes:
             process.cancel()
 
+    @property
+    def begun_ns(self) -> float:
+        """When the latest TE of the role came that was the only one."""
+        return self._scaler.begun_ns
+
     def hear(self, metrics: RequestMetrics, num_prompt: int) -> None:
         """Count a request that has ended for the service level."""
         begun_ns, first_ns, ttft_ns = metrics.scheduled_ns, metrics.first_token_ns, metrics.ttft_ns
@@ -159,7 +165,7 @@ class Elastic:
         return te.num_sequences
 
     def num_unplaced(self) -> int:
-        return len(self._je.unplaced)
+        return self._je.num_ahead(self._role)
 
     def prompt_steps(self) -> PromptSteps:
         return self._prompts.steps

@@ -481,9 +481,9 @@ class Engine:
     def finished(self, request: Request) -> None:
         """Forget a finished request, all choices of which have ended; their schedulers remove the
         sequences."""
-        for elastic in self._group.scalers:  # the first choice stands for all: they step side by side
+        if self._group.scalers:  # the first choice stands for all: they step side by side
             first = request.sequences[0]
-            elastic.hear(request.outputs[0].metrics(first), first.num_prompt)
+            self._group.hear_ended(request.outputs[0].metrics(first), first.num_prompt)
         for seq in request.sequences:
             self.je.forget(seq)
         self._requests.pop(request.request_id, None)

@@ -30,6 +30,7 @@ from xdeepserve.engine.serving.elastic import Elastic
 from xdeepserve.engine.serving.failover import Failover, what_helps
 from xdeepserve.engine.serving.joining import FAILED, Joining, until_unused
 from xdeepserve.engine.serving.kept_kv import KeptKV
+from xdeepserve.engine.serving.record import RequestMetrics
 from xdeepserve.engine.te.reports import ServerReport, TEHealth, TEReport
 from xdeepserve.engine.te.te import TE
 from xdeepserve.engine.te.te_plan import TEPlan
@@ -253,6 +254,13 @@ class TEGroup:
         self._plan.pod.fabric.on_report.pop(self, None)
 
     # ---- TEs that come and go as load does ----------------------------------------------------------
+
+    def hear_ended(self, metrics: RequestMetrics, num_prompt: int) -> None:
+        """Count an ended request for the service level of each role, unless it came while there was no TE of
+        one: it waited for that TE, which says nothing about the other role."""
+        if all(metrics.arrival_ns >= elastic.begun_ns for elastic in self.scalers):
+            for elastic in self.scalers:
+                elastic.hear(metrics, num_prompt)
 
     def num_warm(self, role: Role) -> int:
         """Return the number of pre-warmed TEs of a role, which further TEs adopt."""
