@@ -1,4 +1,4 @@
-"""Cache of DeepSeek-V4 wherever a step begins and ends: chunks, cached prefixes, blocks that are taken away."""
+"""Cache of DeepSeek-V4 wherever a step begins and ends: chunks, cached prefixes, blocks taken away."""
 
 from __future__ import annotations
 
