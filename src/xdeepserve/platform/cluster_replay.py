@@ -102,7 +102,7 @@ class ClusterReplay:
     def tried(
         self, cluster: Cluster, explains: bool, progress: Progress, least: float
     ) -> ClusterServed | StoppedReplay:
-        """Serve requests until it is certain that fewer than the share `least` keep their bounds, or all."""
+        """Serve all requests, or stop when fewer than the share `least` of them can keep their bounds."""
         decisions: list[Decision] = []
         fleet, changes = self.fleet(cluster, decisions if explains else None)
         watch = BoundWatch(fleet, self.requests, self._bounds, least)

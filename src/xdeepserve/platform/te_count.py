@@ -51,10 +51,11 @@ def least_count(cluster: Cluster, tried: Try, enough: float) -> Cluster:
             reports[count] = known[count] = found
             num_idle = num_idle + 1 if before is not None and not _is_better(found, before) else 0
             has_idle_te = not all(te.num_requests for te in found.tes)
-            if found.within >= enough or has_idle_te:
+            if found.within >= enough:
                 break
-            is_doubtful = num_idle == PLATEAU or more > MAX_TES
-            if is_doubtful and not stopped:
+            is_doubtful = num_idle == PLATEAU or more > MAX_TES or has_idle_te
+            # A TE that is passed over shows that more do not help, unless requests are fewer than TEs.
+            if is_doubtful and (not stopped or (has_idle_te and count <= found.num_requests)):
                 break
             before = found
         count = more
