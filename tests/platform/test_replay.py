@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.platform.tools import LIMITS, MADE, PRICE
+from tests.platform.tools import LIMITS, MADE, PRICE, small
 from xdeepserve.cli import main
 from xdeepserve.engine.deploy.policies import ROUTE
 from xdeepserve.errors import InputError
@@ -19,19 +19,28 @@ from xdeepserve.platform.cluster import (
     Cluster,
     ClusterScale,
     ClusterTE,
+    PricedKind,
     fleet_tes,
-    least_count,
     priced_kinds,
     read_cluster,
 )
+from xdeepserve.platform.cluster_replay import ClusterReplay, ClusterServed
 from xdeepserve.platform.command import explained
 from xdeepserve.platform.exact_replay import engine_of
 from xdeepserve.platform.fleet import Fleet
-from xdeepserve.platform.fleet_words import Decision, FleetTE
+from xdeepserve.platform.fleet_words import Decision, FleetTE, KVTransfer
 from xdeepserve.platform.made_traffic import MadeTraffic, made
-from xdeepserve.platform.service_report import Bounds, Outcome, ServiceReport, TELoad, report
+from xdeepserve.platform.service_report import (
+    Bounds,
+    Outcome,
+    ServiceReport,
+    StoppedReplay,
+    TELoad,
+    report,
+)
+from xdeepserve.platform.te_count import least_count
 from xdeepserve.platform.token_replay import prompts_of, replayed
-from xdeepserve.platform.traces import TracedRequest
+from xdeepserve.platform.traces import TracedRequest, at_rate
 from xdeepserve.prices import step_price
 from xdeepserve.prices.step_price import StepPrice
 
@@ -196,7 +205,9 @@ def test_as_few_tes_as_are_enough() -> None:
     for least in range(1, 20):
         tried: list[int] = []
 
-        def within(sized: Cluster, least: int = least, tried: list[int] = tried) -> ServiceReport:
+        def within(
+            sized: Cluster, sought: float, least: int = least, tried: list[int] = tried
+        ) -> ServiceReport:
             tried.append(sized.te[0].count)
             return served(min(1.0, tried[-1] / least), 1)
 
@@ -215,7 +226,7 @@ def test_as_few_tes_as_are_enough() -> None:
 def test_a_step_that_gains_nothing_does_not_end_the_search(shares: list[float]) -> None:
     """Nobody more is in time, but all wait for half as long."""
 
-    def within(sized: Cluster) -> ServiceReport:
+    def within(sized: Cluster, sought: float) -> ServiceReport:
         count = sized.te[0].count
         return served(shares[min(count.bit_length(), len(shares)) - 1], 1000 / count)
 
@@ -227,7 +238,7 @@ def test_a_search_ends_where_more_tes_change_nothing() -> None:
     """With the fewest TEs that serve as well as any number: shares grow up to 8 TEs, waits shrink up to 3."""
     tried: list[int] = []
 
-    def within(sized: Cluster) -> ServiceReport:
+    def within(sized: Cluster, sought: float) -> ServiceReport:
         tried.append(sized.te[0].count)
         return served(min(0.5, tried[-1] / 16), max(44, 100 / tried[-1]))
 
@@ -239,23 +250,72 @@ def test_a_search_ends_where_a_te_gets_no_request() -> None:
     """The five that get some are as good as any number."""
     tried: list[int] = []
 
-    def within(sized: Cluster) -> ServiceReport:
+    def within(sized: Cluster, sought: float) -> ServiceReport:
         tried.append(sized.te[0].count)
         used = min(5, tried[-1])
         loads = [TELoad(f"both {n}", int(n < used), 1, 0.0) for n in range(tried[-1])]
         return msgspec.structs.replace(served(0.1 * used, 1), tes=loads)
 
     assert least_count(Cluster((ClusterTE(),)), within, 0.9).te[0].count == 5
-    assert tried == [1, 2, 4, 8, 6, 5]
+    assert tried == [1, 2, 4, 8, 5]
 
 
 def test_bounds_that_nothing_keeps_are_no_lower_bound_of_tes() -> None:
     """No request keeps them; requests wait less up to 16 TEs."""
 
-    def within(sized: Cluster) -> ServiceReport:
+    def within(sized: Cluster, sought: float) -> ServiceReport:
         return served(0, max(10, 160 / sized.te[0].count))
 
     assert least_count(Cluster((ClusterTE(),)), within, 0.9).te[0].count == 16
+
+
+class CountedSearch:
+    """The search on a small trace, with replays that stop, beside the search with whole ones."""
+
+    def __init__(self, policy: str, faster: float, bounds: Bounds) -> None:
+        self.cluster = Cluster((ClusterTE(),), policy=policy)
+        kinds = [PricedKind(PRICE, LIMITS, None, KVTransfer())]
+        self.replay = ClusterReplay(at_rate(small(), faster), kinds, None, lambda request: 0.0, bounds)
+        self.reports: dict[int, ServiceReport] = {}
+        self.whole: list[int] = []
+        self.stopped: list[int] = []
+
+    def report(self, sized: Cluster, sought: float = 0.0) -> ServiceReport:
+        count = sized.te[0].count
+        if count not in self.reports:
+            self.reports[count] = self.replay.serve(sized, False, lambda done, total: None).report
+        return self.reports[count]
+
+    def tried(self, sized: Cluster, sought: float) -> ServiceReport | StoppedReplay:
+        found = self.replay.tried(sized, False, lambda done, total: None, sought)
+        if isinstance(found, ClusterServed):
+            self.whole.append(sized.te[0].count)
+            assert found.report == self.report(sized)
+            return found.report
+        self.stopped.append(sized.te[0].count)
+        assert self.report(sized).within <= found.within < sought
+        return found
+
+
+@pytest.mark.parametrize(
+    ("policy", "faster", "bounds", "most_whole"),
+    [
+        ("cost", 20, Bounds(0.1, 1000), 3),  # thirteen TEs keep them
+        ("cost", 1, Bounds(0.02, 6), 2),  # none, and a TE gets no request
+        ("cost", 20, Bounds(30, 5), 6),  # the same, after a step that seemed to gain nothing
+        ("round-robin", 4, Bounds(0.02, 6), 16),  # none, and every TE gets requests
+    ],
+    ids=["kept", "idle", "doubtful", "plateau"],
+)
+def test_replays_that_stop_change_no_answer(
+    policy: str, faster: float, bounds: Bounds, most_whole: int
+) -> None:
+    """Nor is any number served whole twice. What stopped could not have kept the bounds."""
+    search = CountedSearch(policy, faster, bounds)
+    expected = least_count(search.cluster, search.report, 0.9)
+    assert least_count(search.cluster, search.tried, 0.9) == expected
+    assert len(search.whole) == len(set(search.whole)) <= most_whole
+    assert search.stopped
 
 
 LONG_PROMPT = {"input_length": 6_000, "output_length": 40}
@@ -462,7 +522,7 @@ def test_a_decision_has_the_scores_of_the_best_or_of_all(most: int, shown: int, 
     decided: list[Decision] = []
     fleet = Fleet([FleetTE(f"te {n}", PRICE, LIMITS) for n in range(10)], "load", explain=decided.append)
     fleet.run(made(MadeTraffic(requests=3, seconds=1, prompt=40, output=4, block=LIMITS.block)))
-    line = explained(decided[0], fleet, most)
+    line = explained(decided[0], fleet.tes, most)
     assert line.startswith("request 0 -> te 0 (te 0: ")
     assert line.count("te ") == 1 + shown
     assert line.endswith(f"{more})")

@@ -22,7 +22,7 @@ server_gib = 256
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -60,18 +60,15 @@ from xdeepserve.platform.length_predictor import Lengths
 from xdeepserve.platform.pool_size import PoolBounds
 from xdeepserve.platform.role_ratio import RoleBounds
 from xdeepserve.platform.scale_up import ScaleUp, ScaleWays, dummy_ns, held_weights
-from xdeepserve.platform.service_report import Bounds, ServiceReport
+from xdeepserve.platform.service_report import Bounds
 from xdeepserve.platform.step_te import StepLimits
 from xdeepserve.prices.profile import usable_nbytes
 from xdeepserve.prices.step_price import Progress, StepPrice, priced, with_room
 from xdeepserve.reading import Mistake, read
 
 MAX_TES, MAX_DIES = 4096, 768
-FAR, FAR_STEP = 0.05, 4  # with a lesser share within bounds, four times as many TEs are tried next
 KV_BLOCK = 128  # positions
 PIECES = 2  # of a KV block in each layer: latents, and keys with positions
-PLATEAU = 2  # such steps without a gain, in a row: more TEs do not help
-GAIN = 0.99  # of the mean time that requests wait: less is a gain
 FleetChange = FleetScaler | FleetRoles | FleetPool  # what a fleet's TEs or servers follow
 
 
@@ -394,45 +391,3 @@ def transfer_of(model: Checkpoint, limits: StepLimits) -> KVTransfer:
         port_ns=spec.link_ns(0, 0, nbytes),
         tell_ns=spec.command_ns(),
     )
-
-
-def least_count(cluster: Cluster, tried: Callable[[Cluster], ServiceReport], enough: float) -> Cluster:
-    """Find the cluster with the fewest TEs, of its single kind, which serves `enough` of the requests within
-    their bounds. Where no number does, find the fewest TEs that serve requests as well as any number.
-
-    The number is doubled, or quadrupled while few requests keep their bounds, then bisected. Under a load
-    far above what TEs can serve, more TEs may keep no more requests within bounds. But requests wait for less
-    time then, so the search for a bound ends only where neither improves, twice in a row, or where a TE gets
-    no request.
-    """
-
-    def sized(count: int) -> Cluster:
-        return msgspec.structs.replace(cluster, te=(msgspec.structs.replace(cluster.te[0], count=count),))
-
-    count, num_idle, before, reports = 1, 0, None, dict[int, ServiceReport]()
-    while (found := tried(sized(count))).within < enough:
-        reports[count] = found
-        num_idle = num_idle + 1 if before is not None and not _is_better(found, before) else 0
-        has_idle_te = not all(te.num_requests for te in found.tes)
-        more = count * (FAR_STEP if found.within < FAR else 2)
-        if num_idle == PLATEAU or has_idle_te or more > MAX_TES:
-            break
-        count, before = more, found
-    reports[count] = found
-    best = max(reports.values(), key=lambda each: (each.within, -each.ttft_ms["mean"]))
-
-    def is_good(found: ServiceReport) -> bool:
-        return found.within >= enough if best.within >= enough else not _is_better(best, found)
-
-    high = min(count for count, found in reports.items() if is_good(found))
-    low = max((count for count in reports if count < high), default=0)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if is_good(tried(sized(middle))) else (middle, high)
-    return sized(high)
-
-
-def _is_better(found: ServiceReport, before: ServiceReport) -> bool:
-    """Whether more requests keep their bounds, or requests wait for less time on average."""
-    waits = [(each.ttft_ms["mean"], each.tpot_ms.get("mean", 0.0)) for each in (found, before)]
-    return found.within > before.within or any(now < GAIN * then for now, then in zip(*waits, strict=True))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
 
 from xdeepserve.engine.balance.heat_map import HeatMap
+from xdeepserve.platform.bound_watch import BoundWatch
 from xdeepserve.platform.cluster import (
     Cluster,
     FleetChange,
@@ -19,12 +20,13 @@ from xdeepserve.platform.cluster import (
 )
 from xdeepserve.platform.fleet import Fleet, Predict
 from xdeepserve.platform.fleet_scaling import ScaleEvent
-from xdeepserve.platform.fleet_words import Decision
+from xdeepserve.platform.fleet_words import Decision, FleetTE, ServedRequest
 from xdeepserve.platform.service_report import (
     Bounds,
     MissedBound,
     Outcome,
     ServiceReport,
+    StoppedReplay,
     missed_bounds,
     report,
 )
@@ -35,12 +37,14 @@ LATER_NS = 10**15  # when a TE that has had one request is idle again
 
 
 class ClusterServed(NamedTuple):
-    """Results of a replay: the fleet at the end, requests' outcomes, the report, and events of TEs by
-    time."""
+    """Results of a replay: the TEs, requests in the order of their ends with their outcomes, the report,
+    decisions if they were asked for, and events of TEs by time."""
 
-    fleet: Fleet
+    tes: list[FleetTE]
+    served: list[ServedRequest]
     outcomes: list[Outcome]
     report: ServiceReport
+    decisions: list[Decision]
     events: list[ScaleEvent]
 
 
@@ -61,12 +65,13 @@ class ClusterReplay:
     def fleet(
         self,
         cluster: Cluster,
-        explain: Callable[[Decision], None] | None = None,
+        decisions: list[Decision] | None = None,
         forced: Mapping[int, int] = MappingProxyType({}),
     ) -> tuple[Fleet, list[FleetChange]]:
         """Make the fleet of a cluster, without requests, and the scalers of its TEs and its pool."""
         stale_ns = round(1e6 * cluster.stale_ms)
         tes = fleet_tes(cluster, self._kinds)
+        explain = None if decisions is None else decisions.append
         fleet = Fleet(tes, cluster.policy, self._heat, self._predict, stale_ns, explain, forced)
         changes = scaler_of(cluster, self._kinds, fleet, self._bounds), pool_of(cluster, fleet)
         return fleet, [each for each in changes if each is not None]
@@ -78,7 +83,7 @@ class ClusterReplay:
 
         def alone(number: int) -> Outcome:
             """Serve a request on an idle TE, whose cache has as much of the prompt as there was."""
-            late = served.fleet.served[number]
+            late = served.served[number]
             request, cached = self.requests[late.number], late.num_cached
             before = request._replace(
                 at_ns=0, input_length=cached, output_length=1, blocks=request.blocks[: cached // block]
@@ -88,12 +93,22 @@ class ClusterReplay:
 
         return missed_bounds(served.outcomes, self._bounds, alone)
 
-    def serve(
-        self, cluster: Cluster, explain: Callable[[Decision], None] | None, progress: Progress
-    ) -> ClusterServed:
+    def serve(self, cluster: Cluster, explains: bool, progress: Progress) -> ClusterServed:
         """Serve all requests on a cluster, and report."""
-        fleet, changes = self.fleet(cluster, explain)
+        found = self.tried(cluster, explains, progress, 0.0)
+        assert isinstance(found, ClusterServed)
+        return found
+
+    def tried(
+        self, cluster: Cluster, explains: bool, progress: Progress, least: float
+    ) -> ClusterServed | StoppedReplay:
+        """Serve all requests, or stop when fewer than the share `least` of them can keep their bounds."""
+        decisions: list[Decision] = []
+        fleet, changes = self.fleet(cluster, decisions if explains else None)
+        watch = BoundWatch(fleet, self.requests, self._bounds, least)
         outcomes = [each.outcome() for each in fleet.run(self.requests, progress)]
+        if watch.stopped is not None:
+            return watch.stopped
         found = report(outcomes, [te.name for te in fleet.tes], self._bounds, fleet.busy_ns())
         events = sorted((event for each in changes for event in each.events), key=lambda event: event.at_ns)
-        return ClusterServed(fleet, outcomes, found, events)
+        return ClusterServed(fleet.tes, fleet.served, outcomes, found, decisions, events)

@@ -17,10 +17,15 @@ from xdeepserve.progress import Status, working
 if TYPE_CHECKING:
     from xdeepserve.platform.cluster import Cluster
     from xdeepserve.platform.cluster_replay import ClusterServed
-    from xdeepserve.platform.fleet import Fleet
-    from xdeepserve.platform.fleet_words import Decision
+    from xdeepserve.platform.fleet_words import Decision, FleetTE
     from xdeepserve.platform.hindsight import Hindsight
-    from xdeepserve.platform.service_report import Bounds, MissedBound, Outcome, ServiceReport
+    from xdeepserve.platform.service_report import (
+        Bounds,
+        MissedBound,
+        Outcome,
+        ServiceReport,
+        StoppedReplay,
+    )
     from xdeepserve.platform.traces import RequestTrace
 
     Result = tuple[list[Outcome], ServiceReport, dict[str, Any]]  # of a policy, or of a pod
@@ -202,7 +207,6 @@ def _time_only(args: argparse.Namespace, trace: RequestTrace, bounds: Bounds) ->
     heat = None if args.heat is None else read_heat_map(args.heat)
     check_positions(requests, resolve_model(cluster.model).config.max_position_embeddings, cluster.model)
     predict, error = told_lengths(cluster.lengths, requests)
-    decisions: list[Decision] = []
     results: list[Result] = []
     if args.exact:
         clusters = [msgspec.structs.replace(cluster, policy=policy) for policy in policies]
@@ -214,23 +218,24 @@ def _time_only(args: argparse.Namespace, trace: RequestTrace, bounds: Bounds) ->
 
         replay = ClusterReplay(requests, kinds, heat, predict, bounds)
 
-        def serve(sized: Cluster) -> ClusterServed:
+        def serve(sized: Cluster, least: float) -> ClusterServed | StoppedReplay:
             count = sum(te.count for te in sized.te)
             status.text = f"replay: {len(requests):,} requests on {count} TE{'s' if count > 1 else ''}"
-            decisions.clear()
-            return replay.serve(sized, decisions.append if args.explain else None, status.progress)
+            return replay.tried(sized, args.explain, status.progress, least)
 
         for policy in policies:
             cluster = msgspec.structs.replace(cluster, policy=policy)
             if args.cluster is None and not results:
-                cluster = _sized(cluster, serve, status)
-            fleet, outcomes, found, events = served = serve(cluster)
+                cluster, served = _sized(cluster, serve, status)
+            else:
+                served = replay.serve(cluster, args.explain, status.progress)
+            outcomes, found = served.outcomes, served.report
             more: dict[str, Any] = {"model": cluster.model, "cluster": _of(cluster), "format": trace.form}
             more["policy"] = policy
             if error is not None:
                 more["lengths"] = error.line()
             if (cluster.roles, cluster.scale, cluster.pool) != (None, None, None):
-                more["scaling"] = events
+                more["scaling"] = served.events
             results.append((outcomes, found, more))
             if args.cluster is None and found.within < ENOUGH:
                 status.text = "replay: late requests are tried on an idle TE"
@@ -238,17 +243,19 @@ def _time_only(args: argparse.Namespace, trace: RequestTrace, bounds: Bounds) ->
         tried: list[Hindsight] = []
         if args.explain and args.regret != 0:
             status.text = "replay: requests are tried on other TEs"
-            tried = hindsights(lambda forced: replay.fleet(cluster, None, forced)[0], requests, decisions,
-                               fleet.served, args.regret, status.progress)  # fmt: skip
+            tried = hindsights(lambda forced: replay.fleet(cluster, None, forced)[0], requests,
+                               served.decisions, served.served, args.regret, status.progress)  # fmt: skip
     if args.explain:
-        most = len(fleet.tes) if args.json else EXPLAINED
+        most = len(served.tes) if args.json else EXPLAINED
         after = {each.number: each for each in tried}
-        more["decisions"] = [explained(each, fleet, most, after.get(each.number)) for each in decisions]
+        more["decisions"] = [
+            explained(each, served.tes, most, after.get(each.number)) for each in served.decisions
+        ]
         more["hindsight"] = tried
         more["regret"] = regret_of(tried)
         if not args.json:
             print(*more["decisions"], "", sep="\n")
-    if not heat and looking and len({te.is_apart for te in fleet.tes}) == 2:
+    if not heat and looking and len({te.is_apart for te in served.tes}) == 2:
         note(args.command, f"without --heat, {', '.join(looking)} takes TEs of both kinds for alike")
     return results
 
@@ -292,16 +299,26 @@ def _of(cluster: Cluster) -> str:
     return f"{num_tes} TEs, {sum(te.count * te.dies for te in cluster.te)} dies"
 
 
-def _sized(cluster: Cluster, serve: Callable[[Cluster], ClusterServed], status: Status) -> Cluster:
-    """Find the fewest TEs for serving ENOUGH of the requests within their bounds."""
-    from xdeepserve.platform.cluster import least_count
+def _sized(
+    cluster: Cluster, serve: Callable[[Cluster, float], ClusterServed | StoppedReplay], status: Status
+) -> tuple[Cluster, ClusterServed]:
+    """Find the fewest TEs for serving ENOUGH of the requests within their bounds, and how these serve."""
+    from xdeepserve.platform.cluster_replay import ClusterServed
+    from xdeepserve.platform.te_count import least_count
 
-    def tried(sized: Cluster) -> ServiceReport:
-        found = serve(sized).report
-        status.row(f"{sized.te[0].count} TEs have {100 * found.within:.1f} % within the bounds")
-        return found
+    whole: dict[int, ClusterServed] = {}
 
-    return least_count(cluster, tried, ENOUGH)
+    def tried(sized: Cluster, least: float) -> ServiceReport | StoppedReplay:
+        served, count = serve(sized, least), sized.te[0].count
+        if not isinstance(served, ClusterServed):
+            status.row(f"{count} TEs have less than {100 * least:.1f} % within the bounds")
+            return served
+        whole[count] = served
+        status.row(f"{count} TEs have {100 * served.report.within:.1f} % within the bounds")
+        return served.report
+
+    sized = least_count(cluster, tried, ENOUGH)
+    return sized, whole[sized.te[0].count]
 
 
 def why_missed(outcomes: Sequence[Outcome], found: ServiceReport, missed: Sequence[MissedBound]) -> list[str]:
@@ -321,21 +338,21 @@ def why_missed(outcomes: Sequence[Outcome], found: ServiceReport, missed: Sequen
     ]
 
 
-def explained(decision: Decision, fleet: Fleet, most: int, after: Hindsight | None = None) -> str:
+def explained(decision: Decision, tes: Sequence[FleetTE], most: int, after: Hindsight | None = None) -> str:
     """Format a decision in a line: the `most` best TEs, the best first, with the deciding keys. If hindsight
     is given, the line also names the TE that turned out best."""
     could = [te for te, keys in enumerate(decision.keys) if keys[0] != float("inf")]
     order = sorted(could, key=lambda te: (*decision.keys[te], te))[:most]
     keys = (", ".join(f"{key:.4g}" for key in decision.keys[te]) for te in order)
-    scores = "; ".join(f"{fleet.tes[te].name}: {each}" for te, each in zip(order, keys, strict=True))
+    scores = "; ".join(f"{tes[te].name}: {each}" for te, each in zip(order, keys, strict=True))
     more = f"; {len(could) - len(order)} more" if len(could) > len(order) else ""
-    line = f"request {decision.number} -> {fleet.tes[decision.te].name} ({scores}{more})"
+    line = f"request {decision.number} -> {tes[decision.te].name} ({scores}{more})"
     if after is None:
         return line
     took = f"{line}; it took {after.took_ns / 1e9:.3f} s"
     if after.best == after.te:
         return f"{took}, the best"
-    best = f"{after.best_ns / 1e9:.3f} s on {fleet.tes[after.best].name}"
+    best = f"{after.best_ns / 1e9:.3f} s on {tes[after.best].name}"
     return f"{took}, and {best}: regret {100 * after.regret:.1f} %"
 
 

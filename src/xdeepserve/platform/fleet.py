@@ -108,6 +108,8 @@ class Fleet:
         self._homeless: list[SentRequest] = []  # for whom there is no TE
         self._undecoded: list[SentRequest] = []  # whose KV has nowhere to go
         self._num_left = 0  # requests that have not ended
+        self.num_arrived = 0
+        self._is_stopped = False
         self._idle: dict[int, None] = {}  # steppers that have got something, and are to begin
         self.on_end: Callable[[ServedRequest], None] = lambda each: None
         self.on_arrive: Callable[[TracedRequest], None] = lambda each: None
@@ -250,6 +252,15 @@ class Fleet:
         """Whether requests have not ended, or not arrived."""
         return self._num_left > 0
 
+    @property
+    def decoding(self) -> Mapping[int, FirstToken]:
+        """Requests that have a first token and have not ended, by their number in the trace."""
+        return self._first
+
+    def stop(self) -> None:
+        """End the run now, whatever has not ended: its result is known without the rest."""
+        self._is_stopped = True
+
     # ---- the hour -----------------------------------------------------------------------------------
 
     def run(
@@ -257,8 +268,8 @@ class Fleet:
         requests: Sequence[TracedRequest],
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> list[ServedRequest]:
-        """Serve all requests; return results in the order of their ends. Raises InputError for a request that
-        fits on no TE."""
+        """Serve all requests, or as many as end before `stop`; return results in the order of their ends.
+        Raises InputError for a request that fits on no TE."""
         requests = [
             each._replace(input_length=max(1, each.input_length), output_length=max(1, each.output_length))
             for each in requests
@@ -266,7 +277,7 @@ class Fleet:
         self._check(requests)
         with uncollected():
             self._serve(requests, progress)
-        if self.is_open:
+        if self.is_open and not self._is_stopped:
             waiting = len(self._homeless) + len(self._undecoded)
             raise XDeepServeError(f"{waiting} requests of the trace wait for a TE, and none comes")
         return self.served
@@ -274,7 +285,7 @@ class Fleet:
     def _serve(self, requests: Sequence[TracedRequest], progress: Callable[[int, int], None]) -> None:
         arrived, total = 0, len(requests)
         self._num_left = total
-        while arrived < total or self._idle or self._has_events:
+        while not self._is_stopped and (arrived < total or self._idle or self._has_events):
             event_ns = self._events[0][0] if self._events else math.inf
             arrival_ns = requests[arrived].at_ns if arrived < total else math.inf
             if self._idle and min(event_ns, arrival_ns) > self.now:
@@ -283,7 +294,7 @@ class Fleet:
                 self.now = float(requests[arrived].at_ns)
                 self.on_arrive(requests[arrived])
                 self._arrive(arrived, requests[arrived])
-                arrived += 1
+                self.num_arrived = arrived = arrived + 1
                 if arrived % EVERY == 0:
                     progress(arrived, total)
             else:

@@ -119,6 +119,20 @@ class ServiceReport(msgspec.Struct, frozen=True):
         return rows
 
 
+class StoppedReplay(NamedTuple):
+    """A replay that ended early, because too many requests had missed their bounds for sure."""
+
+    num_requests: int
+    num_arrived: int
+    num_missed: int
+    num_ended: int
+
+    @property
+    def within(self) -> float:
+        """Share of all requests that may still keep their bounds."""
+        return (self.num_requests - self.num_missed) / self.num_requests
+
+
 def report(
     outcomes: Sequence[Outcome], names: Sequence[str], bounds: Bounds, busy_ns: Sequence[float] | None = None
 ) -> ServiceReport:
