@@ -51,6 +51,7 @@ def gates() -> None:
     canonical.gate(tied, np.round(bias), 8, 3, 2, True, 2.5)
     canonical.gate(small, none, 2, 1, 2, True, 1.0)
     canonical.gate(tied * small[:1] + bias**2, bias, 2, 1, 2, False, 2.5)
+    canonical.gate(bias[None] ** 4, none, 4, 1, 2, False, 1.0, best_of_group=1)
 
 
 def packed() -> None:

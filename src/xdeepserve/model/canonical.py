@@ -332,20 +332,14 @@ def gate(
     is_open = np.zeros((num_tokens, n_group), bool)
     np.put_along_axis(is_open, winners, True, axis=-1)
     masked = np.where(is_open[..., None], grouped, F32(-np.inf)).reshape(num_tokens, num_experts)
-    topk_idx = np.argsort(-masked, axis=-1, kind="stable")[:, :top_k].astype(np.int32)
-    return topk_idx, expert_weights(scores, topk_idx, norm_topk_prob, routed_scaling_factor)
-
-
-def expert_weights(scores: Array, topk_idx: Array, norm: bool, factor: float) -> Array:
-    """Weigh chosen experts topk_idx [T, K] by their scores [T, E] -> [T, K]; normalised in slot order if
-    `norm`."""
-    weights: Array = np.take_along_axis(scores, topk_idx, axis=-1)
-    if norm:
-        total = np.zeros(len(weights), F32)
-        for slot in range(weights.shape[1]):
+    topk_idx = np.argsort(-masked, axis=-1, kind="stable")[:, :top_k]
+    weights = np.take_along_axis(scores, topk_idx, axis=-1)
+    if norm_topk_prob:
+        total = np.zeros(num_tokens, F32)
+        for slot in range(top_k):
             total = total + weights[:, slot]
         weights = weights / (total + GATE_EPS)[:, None]
-    return weights * F32(factor)
+    return topk_idx.astype(np.int32), weights * F32(routed_scaling_factor)
 
 
 def combine(expert_out: Array, topk_weights: Array, shared: Array | None) -> Array:

@@ -78,7 +78,10 @@ def experts_by_token(
     twice.
     """
     topk_idx = by_token[token_ids].astype(np.int32)
-    weights = c.expert_weights(scores, topk_idx, norm, factor)
+    weights: Array = np.take_along_axis(scores, topk_idx, axis=-1)
+    if norm:
+        weights = weights / (total(weights, 1) + c.GATE_EPS)
+    weights = weights * F32(factor)
     ordered = np.sort(topk_idx, axis=1)
     for t in np.flatnonzero((ordered[:, 1:] == ordered[:, :-1]).any(axis=1)).tolist():
         row = topk_idx[t].tolist()
