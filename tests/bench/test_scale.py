@@ -12,6 +12,7 @@ from xdeepserve.bench.report import Row
 from xdeepserve.cli import main
 from xdeepserve.platform import cluster as cluster_module
 from xdeepserve.platform.cluster import PricedKind
+from xdeepserve.platform.fleet_words import KVTransfer
 from xdeepserve.platform.made_traffic import MadeTraffic
 from xdeepserve.platform.scale_up import HeldWeights, ScaleUp
 from xdeepserve.platform.service_report import Bounds
@@ -51,7 +52,7 @@ def test_a_fork_costs_its_source_time_and_is_drawn(tmp_path: Path) -> None:
 
 
 def test_every_ratio_and_one_that_follows(monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = PricedKind(PRICE, LIMITS, None, 1000.0, "prefill")
+    kind = PricedKind(PRICE, LIMITS, None, KVTransfer(block_ns=16e3), "prefill")
     kinds = [kind, msgspec.structs.replace(kind, role="decode")]
     monkeypatch.setattr(pdc, "priced_kinds", lambda cluster, block: kinds)
     monkeypatch.setattr(pdc, "scale_up_of", lambda *args: UP)
@@ -82,7 +83,7 @@ def test_a_pool_that_follows_is_small_and_found_in(monkeypatch: pytest.MonkeyPat
     chats = MadeTraffic(requests=600, turns=6, systems=0, prompt=400, output=10, pause=4, block=LIMITS.block)
     strangers = MadeTraffic(requests=100, turns=1, systems=0, prompt=100, output=10, block=LIMITS.block)
     cluster = msgspec.structs.replace(pool_servers.CLUSTER, model="tiny")
-    kind = PricedKind(PRICE, LIMITS, None, 0.0)
+    kind = PricedKind(PRICE, LIMITS, None, KVTransfer())
     monkeypatch.setattr(pool_servers, "priced_kinds", lambda cluster, block: [kind])
     monkeypatch.setattr(pool_servers, "PHASES", (strangers, chats, strangers))
     for name, value in {"SECONDS": 40.0, "FIXED": (1, 8), "CLUSTER": cluster, "POOL": small}.items():

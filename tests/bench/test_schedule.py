@@ -13,6 +13,7 @@ from xdeepserve.engine.balance.heat_map import read_heat_map
 from xdeepserve.engine.deploy.policies import ROUTE
 from xdeepserve.platform.cluster import PricedKind
 from xdeepserve.platform.fleet import Fleet
+from xdeepserve.platform.fleet_words import KVTransfer
 from xdeepserve.platform.step_te import StepLimits
 from xdeepserve.prices.curve import Curve
 from xdeepserve.prices.step_price import AttentionPrice, StepPrice
@@ -20,7 +21,10 @@ from xdeepserve.prices.step_price import AttentionPrice, StepPrice
 ATTENTION = AttentionPrice(absorbed=40.0, plain=40.0, per_earlier=0.0, per_kv_token=30.0)
 PRICE = StepPrice(4, Curve((1.0, 512.0), (1e6, 30e6)), Curve((1.0, 2048.0), (1e6, 9e6)), ATTENTION, 2e6)
 LIMITS = StepLimits(64, 512, 100_000, 512)
-KINDS = [PricedKind(PRICE, LIMITS, None, 0.0), PricedKind(PRICE, LIMITS, (PRICE, LIMITS), 300.0)]
+KINDS = [
+    PricedKind(PRICE, LIMITS, None, KVTransfer()),
+    PricedKind(PRICE, LIMITS, (PRICE, LIMITS), KVTransfer(block_ns=4800.0)),
+]
 
 
 @pytest.fixture(autouse=True)
