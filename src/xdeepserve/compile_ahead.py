@@ -33,7 +33,7 @@ def signatures() -> list[tuple[Any, tuple[Any, ...]]]:
     caches = of(t.uint8, 5), rows, of(t.float32, 5)
     sizes = t.int64, t.int64
     attention = (rows, rows, rows, *sizes, i32, i32, *caches, tables, t.float64, t.boolean, f32, *sizes)
-    gate = (tables, rows, rows, f32, *sizes, t.boolean, t.float64, t.boolean)
+    gate = (tables, rows, rows, f32, *sizes, t.boolean, t.float64, t.int64, t.boolean)
     sample = (i32, rows, f32, i32, f64, f32, u64, u64, u64)
     return [(k.attention, attention), (k.gate, gate), (k.sample, sample)]
 
