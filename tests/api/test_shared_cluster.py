@@ -133,16 +133,15 @@ def test_every_request_is_answered_whoever_is_killed(tmp_path: Path, lost: str) 
         cluster(tmp_path / "state", 2) as (client, members),
         concurrent.futures.ThreadPoolExecutor(8) as pool,
     ):
-        begun = threading.Event()
-        kinds = itertools.cycle((streamed, whole))
-        waits = [pool.submit(next(kinds), client, number, begun) for number in range(len(PROMPTS))]
-        assert begun.wait(SECONDS), f"waited {SECONDS:g} s for the first chunk of a stream"
         victims = ["pod"] if lost == "pod" else ["je-0", "je-1"]
         for victim in victims:
             until(lambda: states(members())[0] == "ready", "je-0 to be ready")
+            begun, kinds = threading.Event(), itertools.cycle((streamed, whole))
+            waits = [pool.submit(next(kinds), client, number, begun) for number in range(len(PROMPTS))]
+            assert begun.wait(SECONDS), f"waited {SECONDS:g} s for the first chunk of a stream"
             os.kill({each["name"]: each["pid"] for each in members()}[victim], signal.SIGKILL)
             assert not all(wait.done() for wait in waits), "killed too late"
-        assert [wait.result() for wait in waits] == texts
+            assert [wait.result() for wait in waits] == texts
         until(lambda: states(members()) == ["ready"] * 3, "all members to be ready again")
         assert whole(client, 0) == texts[0]
         metrics = urllib.request.urlopen(f"{client.base_url.scheme}://{client.base_url.netloc.decode()}/load")
