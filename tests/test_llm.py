@@ -333,7 +333,9 @@ def test_an_interrupt_leaves_an_llm_as_it_was(llm: LLM) -> None:
     timer = threading.Timer(0.05, os.kill, [os.getpid(), signal.SIGINT])
     timer.start()
     with pytest.raises(KeyboardInterrupt):
-        llm.generate([[number, 2, 3] for number in range(8)], SamplingParams(max_tokens=1500, ignore_eos=True))
+        llm.generate(
+            [[number, 2, 3] for number in range(8)], SamplingParams(max_tokens=1500, ignore_eos=True)
+        )
     assert tokens() == before
     assert llm.engine.stats().num_running == 0
 
