@@ -217,10 +217,9 @@ def _entry_places(f: Frame, windows: Array, rate: int, seqs: Array | int) -> tup
 
 
 def _choose(f: Frame) -> None:
-    """Choose entries where a row sees more than it may; `chosen` has a count before them, or -1: all."""
+    """Choose entries for rows before which there are more than they may see."""
     config, b, rate = f.config, f.batch, sizes_of(f).csa_rate
     chosen = _chosen(f)
-    chosen[:, 0] = -1
     queries = f.take("index_q", b.num_tokens, config.index_n_heads * config.index_head_dim)
     weights = f.take("index_w", b.num_tokens, config.index_n_heads)
     for row in np.flatnonzero((b.positions + 1) // rate > config.index_topk).tolist():
@@ -228,20 +227,19 @@ def _choose(f: Frame) -> None:
         blocks, places = _entry_places(f, windows, rate, int(b.seq_of[row]))
         q = queries[row].reshape(config.index_n_heads, -1)
         scores = c.index_scores(q, f.cache.index_entry[blocks, places], weights[row], f.is_int8)
-        best = c.top_positions(scores, config.index_topk)
-        chosen[row, 0], chosen[row, 1 : 1 + len(best)] = len(best), best
+        chosen[row] = c.top_positions(scores, config.index_topk)
 
 
 def _chosen(f: Frame) -> Array:
-    """Buffer of chosen entries, int32 [T, 1 + K], each row's with their number before them."""
-    return f.take("chosen_entries", f.batch.num_tokens, 1 + f.config.index_topk)
+    """Buffer of chosen entries, int32 [T, K]: written for rows before which there are more than K."""
+    return f.take("chosen_entries", f.batch.num_tokens, f.config.index_topk)
 
 
 def _seen(f: Frame, row: int, rate: int) -> Array:
     """Entries that a row sees, ascending."""
     count = (int(f.batch.positions[row]) + 1) // rate
-    if f.layer.attention == "csa" and (chosen := _chosen(f)[row])[0] >= 0 and count > f.config.index_topk:
-        return chosen[1 : 1 + chosen[0]]
+    if f.layer.attention == "csa" and count > f.config.index_topk:
+        return _chosen(f)[row]
     return np.arange(count)
 
 

@@ -21,9 +21,7 @@ from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.families import AttentionKind
 from xdeepserve.model.weights import Recipe
-from xdeepserve.step.frame import NO_ROWS, KVCache
-
-NO_PARTS = {"scale": NO_ROWS}  # of a layer that has none
+from xdeepserve.step.frame import KVCache
 
 
 class CachePart(NamedTuple):
@@ -91,10 +89,13 @@ def _v4_parts(
             "index_open": (block_size, 4 * c.index_head_dim),
             "index_entry": (entries, c.index_head_dim),
         }
-    if not is_int8:
-        shapes = {name: shape for name, shape in shapes.items() if not name.endswith("scale")}
     return tuple(
-        CachePart(name, values if name in ("latent", "entry") else f32, (num_blocks, *shape), num_blocks)
+        CachePart(
+            name,
+            values if name in ("latent", "entry") else f32,
+            (num_blocks, *shape) if is_int8 or not name.endswith("scale") else (0, 0),
+            num_blocks,
+        )
         for name, shape in shapes.items()
     )
 
@@ -232,6 +233,6 @@ class KVMemory:
             return self._space.take(f"kv/{layer}/{part.name}", *part.shape)
 
         return [
-            KVCache(**NO_PARTS | {part.name: take(layer, part) for part in self._layer(layer)})
+            KVCache(**{part.name: take(layer, part) for part in self._layer(layer)})
             for layer in range(self._num_layers)
         ]

@@ -92,7 +92,7 @@ def plan_v4(plan: Plan, c: ModelConfig, most: Extent) -> None:
     plan("given_half", F32, t, 2 * max(c.v_head_dim, c.index_head_dim))
     plan("index_w", F32, t, c.index_n_heads)
     plan("index_q", F32, t, c.index_n_heads * c.index_head_dim)
-    plan("chosen_entries", I32, t, 1 + c.index_topk)
+    plan("chosen_entries", I32, t, c.index_topk)
     plan("o_groups", F32, t, c.v4.o_groups * c.v4.o_lora_rank)
 
 
